@@ -1,0 +1,81 @@
+"""Hard cross-entropy under the target's frozen head, without ever holding all logits.
+
+512 blocks of 15 slots over 248,320 tokens are 3.8 GB of bf16 logits, three times that with an fp32 softmax and its
+gradient. Here a chunk of slots at a time goes through the head; its loss, the rank of its label and the gradient at its
+hidden states are taken from the same logits, which are then dropped. Since the head is frozen, that is two matrix
+products per chunk (logits and input gradient) where recomputing in backward costs three.
+
+Shape letters: M scored slots, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK_BYTES = 1 << 28  # of one fp32 logits chunk; three of that size are alive at the peak
+
+
+class HeadLoss(NamedTuple):
+    """Result of :func:`frozen_head_loss`."""
+
+    weighted_sum: Tensor
+    """fp32 scalar, ``sum(weight * ce)``; the only differentiable member, and only towards the hidden states."""
+    ce_M: Tensor
+    """fp32 [M]: cross-entropy of each slot in nats."""
+    rank_M: Tensor
+    """int64 [M]: how many tokens the drafter prefers to the label (0: the label is its argmax)."""
+
+
+class _FrozenHeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head_weight: Tensor, head_bias: Tensor | None, labels: Tensor, weight: Tensor, rows: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wants_grad = ctx.needs_input_grad[0]
+        grad = torch.empty_like(hidden) if wants_grad else None
+        ce = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        rank = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
+        token = torch.arange(head_weight.shape[0], device=hidden.device)
+        for start in range(0, hidden.shape[0], rows):
+            part = slice(start, start + rows)
+            label = labels[part, None]
+            logits = F.linear(hidden[part].to(head_weight.dtype), head_weight, head_bias).float()
+            chosen = logits.gather(1, label)
+            # argmax keeps the first of equal logits, and bf16 logits are often equal: ties before the label outrank it.
+            rank[part] = ((logits > chosen) | ((logits == chosen) & (token < label))).sum(dim=1)
+            log_z = logits.logsumexp(dim=1, keepdim=True)
+            ce[part] = (log_z - chosen).squeeze(1)
+            if grad is not None:
+                softmax = logits.sub_(log_z).exp_()
+                softmax.scatter_add_(1, label, torch.full_like(chosen, -1.0))
+                slope = softmax.mul_(weight[part, None]).to(head_weight.dtype)
+                grad[part] = (slope @ head_weight).to(hidden.dtype)
+        ctx.save_for_backward(grad)
+        ctx.mark_non_differentiable(ce, rank)
+        return (ce * weight).sum(), ce, rank
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
+        (grad,) = ctx.saved_tensors
+        return grad * upstream[0].to(grad.dtype), None, None, None, None, None
+
+
+def frozen_head_loss(
+    hidden: Tensor, head_weight: Tensor, labels: Tensor, weight: Tensor, head_bias: Tensor | None = None
+) -> HeadLoss:
+    """Weighted hard cross-entropy and label ranks of M slots.
+
+    Args:
+        hidden: [M, D] final-normed drafter states.
+        head_weight: [V, D] the target's head, frozen; products run in its dtype, softmax in fp32.
+        labels: int64 [M], the target's own choices.
+        weight: fp32 [M].
+        head_bias: [V] or None.
+    """
+    rows = max(1, CHUNK_BYTES // (4 * head_weight.shape[0]))
+    with torch.autocast(hidden.device.type, enabled=False):
+        return HeadLoss(*_FrozenHeadLoss.apply(hidden, head_weight, head_bias, labels, weight, rows))
