@@ -33,7 +33,13 @@ class HeadLoss(NamedTuple):
 class _FrozenHeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head_weight: Tensor, head_bias: Tensor | None, labels: Tensor, weight: Tensor, rows: int
+        ctx: Any,
+        hidden: Tensor,
+        head_weight: Tensor,
+        head_bias: Tensor | None,
+        labels: Tensor,
+        weight: Tensor,
+        rows: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wants_grad = ctx.needs_input_grad[0]
         grad = torch.empty_like(hidden) if wants_grad else None

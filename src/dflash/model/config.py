@@ -84,5 +84,7 @@ class DFlashConfig(Qwen3Config):
         if "rope_theta" in rope:
             out["rope_theta"] = rope["rope_theta"]
         if out.get("dflash_config") is not None:
-            out["dflash_config"] = out["dflash_config"] | {key: out[key] for key in _MIRRORED if out.get(key) is not None}
+            out["dflash_config"] = out["dflash_config"] | {
+                key: out[key] for key in _MIRRORED if out.get(key) is not None
+            }
         return out

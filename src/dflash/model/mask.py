@@ -28,7 +28,12 @@ UNUSED_BLOCK = -2  # sequence id of a block slot without an anchor: equal to no 
 
 
 def visibility(
-    context_seq_T: Tensor, context_pos_T: Tensor, block_seq_N: Tensor, anchor_pos_N: Tensor, block_size: int, window: int | None
+    context_seq_T: Tensor,
+    context_pos_T: Tensor,
+    block_seq_N: Tensor,
+    anchor_pos_N: Tensor,
+    block_size: int,
+    window: int | None,
 ) -> Visibility:
     """Predicate ``(batch, head, query, key) -> may see``, on broadcastable index tensors (flex attention's ``mask_mod``).
 
@@ -97,7 +102,9 @@ def attention_masks(
     return masks
 
 
-def decoding_mask(slots: int, keys: int, window: int | None, padding: Tensor | None, device: torch.device) -> Tensor | None:
+def decoding_mask(
+    slots: int, keys: int, window: int | None, padding: Tensor | None, device: torch.device
+) -> Tensor | None:
     """Mask of one block per sequence at the end of ``keys`` contiguous positions, as decoding has it.
 
     ``padding`` is the usual 0/1 mask [B, >= keys] whose last ``keys`` columns belong to the keys, or None. Returns None

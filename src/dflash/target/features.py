@@ -5,6 +5,7 @@ Shape letters: T packed tokens (padding included), B sequences, L context layers
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 import torch
@@ -45,30 +46,36 @@ class TargetFeatures:
         moved = {f.name: getattr(self, f.name) for f in fields(self)}
         return TargetFeatures(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in moved.items()})
 
-    def check(self, layer_width: int) -> None:
-        """Refuse features that training would silently learn from: wrong length, non-finite, all zero or constant rows.
+    def sick(self, layer_width: int) -> Tensor:
+        """bool scalar on the device: some real row of some context layer is not finite, all zero or constant.
 
-        ``layer_width`` is D: every context layer of every sequence is looked at by itself, since one dead layer among
-        five is the common fault of a hidden-state service.
+        No host wait: the trainer reads it together with the step's gradient norm. ``layer_width`` is D; every layer is
+        looked at by itself, since one dead layer among five is the common fault of a hidden-state service.
+        """
+        return (~self._healthy(layer_width)[0]).any()
+
+    def _healthy(self, layer_width: int) -> tuple[Tensor, Tensor]:
+        context_TLD = self.context.unflatten(-1, (-1, layer_width))
+        highest, lowest = context_TLD.amax(dim=-1).float(), context_TLD.amin(dim=-1).float()  # both carry NaN on
+        healthy_TL = torch.isfinite(highest - lowest) & (highest > lowest)
+        return healthy_TL | (self.seq < 0)[:, None], highest
+
+    def check(self, layer_width: int) -> None:
+        """Refuse features that training would silently learn from.
 
         Raises:
-            SickFeatures: naming the samples and the fault.
+            SickFeatures: naming the sample, token, layer and the fault.
         """
-        rows = self.bounds[-1]
-        if len(self.sample_ids) != len(self.bounds) - 1 or rows > self.ids.shape[0] or rows != int((self.seq >= 0).sum()):
-            raise SickFeatures(f"samples {self.sample_ids}: {rows} rows announced, {int((self.seq >= 0).sum())} arrived")
-        context = self.context[:rows].unflatten(-1, (-1, layer_width))
-        # One host read for the whole batch; per-sequence detail only once something is wrong.
-        largest = context.abs().amax(dim=-1).float()
-        spread = context.amax(dim=-1).float() - context.amin(dim=-1).float()
-        healthy = torch.isfinite(largest) & (spread > 0)
-        if bool(healthy.all()):
+        rows, arrived = self.bounds[-1], int((self.seq >= 0).sum())
+        if len(self.sample_ids) != len(self.bounds) - 1 or rows != arrived:
+            raise SickFeatures(f"samples {self.sample_ids}: {rows} rows announced, {arrived} arrived")
+        healthy_TL, highest_TL = self._healthy(layer_width)
+        if bool(healthy_TL.all()):
             return
-        row, layer = (int(i) for i in (~healthy).nonzero()[0])
-        sample = self.sample_ids[int(self.seq[row])]
-        value = float(largest[row, layer])
-        kind = "all zero" if value == 0 else "constant" if torch.isfinite(largest[row, layer]) else "not finite"
+        row, layer = (int(i) for i in (~healthy_TL).nonzero()[0])
+        value = float(highest_TL[row, layer])
+        kind = "all zero" if value == 0 else "constant" if math.isfinite(value) else "not finite"
         raise SickFeatures(
-            f"sample {sample}, token {int(self.pos[row])}: context layer number {layer} is {kind} "
-            f"({int((~healthy).sum())} such rows in the batch); nothing was trained on it"
+            f"sample {self.sample_ids[int(self.seq[row])]}, token {int(self.pos[row])}: context layer number {layer} is {kind} "
+            f"({int((~healthy_TL).sum())} such rows in the batch); nothing was trained on it"
         )

@@ -1,0 +1,1 @@
+"""Decoding with a drafter, and measuring how far it gets."""

@@ -1,0 +1,80 @@
+"""One pass of the drafter over the blocks of a batch, scored against the target's choices.
+
+The training step and the exact walk of evaluation both come through here, so a block means the same in both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dflash.loss import HeadLoss, frozen_head_loss
+from dflash.metrics import ranks_by_slot
+from dflash.model import Blocks, DFlashDraftModel, attention_masks, make_blocks
+from dflash.target.features import TargetFeatures
+
+
+class Borrowed(Protocol):
+    """What the drafter takes from the target: frozen, in the target's own dtype, on the drafter's device."""
+
+    @property
+    def embed(self) -> nn.Module: ...
+    @property
+    def head_weight(self) -> Tensor: ...
+    @property
+    def head_bias(self) -> Tensor | None: ...
+
+
+@dataclass
+class Scored:
+    """A batch's blocks with their loss (unnormalised) and the rank of each label."""
+
+    blocks: Blocks
+    loss: HeadLoss
+    rank_NJ: Tensor
+    weight_sum: Tensor
+
+
+def score_blocks(
+    drafter: DFlashDraftModel,
+    borrowed: Borrowed,
+    features: TargetFeatures,
+    context_TF: Tensor,
+    anchors_N: Tensor,
+    slot_weight_J: Tensor,
+) -> Scored:
+    """Draft every block and compare each counted slot with its label.
+
+    Args:
+        context_TF: [T, L*D] what ``fc`` reads: ``features.context``, or a noisy copy. Labels come from ``features`` alone.
+        anchors_N: int64 rows of the batch, -1 for unused blocks.
+        slot_weight_J: fp32 [K-1].
+    """
+    config = drafter.config
+    blocks = make_blocks(
+        features.ids, features.labels, features.loss_mask, features.seq, features.pos, anchors_N,
+        config.block_size, config.mask_token_id,
+    )  # fmt: skip
+    masks = attention_masks(
+        config.layer_types, config.sliding_window, config.block_size, features.seq, features.pos, blocks.seq_N,
+        blocks.anchor_pos_N, flex=context_TF.is_cuda,
+    )  # fmt: skip
+    with torch.no_grad():
+        embeds = borrowed.embed(blocks.input_ids_NK.flatten()[None])
+    hidden = drafter(
+        noise_embeds=embeds,
+        context_hidden_states=context_TF[None],
+        position_ids=torch.cat([features.pos, blocks.position_NK.flatten()])[None],
+        attention_mask=masks,
+    ).last_hidden_state
+    slots_NJD = hidden[0].unflatten(0, (-1, config.block_size))[:, 1:]
+    weight_NJ = slot_weight_J * blocks.counted_NJ
+    counted = blocks.counted_NJ
+    # Only counted slots meet the head: it is a third of the work, and rows off the answer would be thrown away.
+    loss = frozen_head_loss(
+        slots_NJD[counted], borrowed.head_weight, blocks.labels_NJ[counted], weight_NJ[counted], borrowed.head_bias
+    )
+    return Scored(blocks, loss, ranks_by_slot(loss.rank_M, counted), weight_NJ.sum())

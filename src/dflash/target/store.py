@@ -1,0 +1,159 @@
+"""Context features and labels on disk: captured once, read in every epoch.
+
+For small targets and single devices, where the target's forward pass would be most of an epoch. The data are cut into
+shards of whole samples in data order; a shard's content depends on nothing but its samples, so an interrupted capture
+goes on with the missing shards and ends with the same bits.
+
+    FOLDER/manifest.json      what the features are of; compared in full before any is used
+    FOLDER/00000.safetensors  context [T, L*D], labels [T]; samples end to end, in data order
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from dflash.target.features import TargetFeatures
+
+if TYPE_CHECKING:
+    from dflash.data.tokenize import TokenData
+    from dflash.target.model import Target
+
+SHARD_TOKENS = 1 << 16
+
+
+class StoreError(RuntimeError):
+    """The folder holds other features than asked for, is incomplete, or the disk has no room."""
+
+
+class FeatureStore:
+    """Features of a data set under one target.
+
+    Args:
+        folder: where the shards are.
+        data: the tokenised data; shards follow its order.
+        contract: JSON values that fix the features (target, revision, layers, dtype, data fingerprint).
+
+    Raises:
+        StoreError: the folder's manifest differs; the sentence lists how.
+    """
+
+    def __init__(self, folder: Path, data: TokenData, contract: dict[str, Any]) -> None:
+        self.folder, self.data, self.contract = folder, data, contract
+        shard_of_token = (data.offsets[:-1] // SHARD_TOKENS).astype(np.int64)
+        self.first_sample = np.unique(shard_of_token, return_index=True)[1]
+        self.shard_of = np.searchsorted(self.first_sample, np.arange(len(data)), side="right") - 1
+        self._open: dict[int, Any] = {}
+        manifest = folder / "manifest.json"
+        if manifest.exists():
+            stored = json.loads(manifest.read_text(encoding="utf-8"))
+            odd = [f"{k} ({stored.get(k)} there, {v} here)" for k, v in contract.items() if stored.get(k) != v]
+            if odd:
+                raise StoreError(f"data.features: {folder} holds other features: {', '.join(odd)}; name another folder")
+
+    def _file(self, shard: int) -> Path:
+        return self.folder / f"{shard:05d}.safetensors"
+
+    def missing(self) -> list[int]:
+        """Shards not captured yet."""
+        return [shard for shard in range(len(self.first_sample)) if not self._file(shard).exists()]
+
+    def capture(self, target: Target, tokens_per_batch: int) -> None:
+        """Fill the missing shards from the target.
+
+        Raises:
+            StoreError: not enough free space, said before the first shard.
+            SickFeatures: the target gave something that must not be trained on.
+        """
+        missing = self.missing()
+        if not missing:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        width = target.hidden_size * len(target.context_layers)
+        ends = [*self.first_sample[1:], len(self.data)]
+        tokens = sum(int(self.data.offsets[ends[s]] - self.data.offsets[self.first_sample[s]]) for s in missing)
+        needed = tokens * (width * target.dtype.itemsize + 4)
+        free = shutil.disk_usage(self.folder).free
+        if free < needed:
+            raise StoreError(
+                f"data.features: {tokens} tokens need {needed / 2**30:.1f} GiB in {self.folder} and {free / 2**30:.1f} GiB "
+                "are free: make room, or leave data.features out and let the target run in every epoch"
+            )
+        _write_atomically(self.folder / "manifest.json", json.dumps(self.contract, indent=1))
+        with tqdm(total=tokens, desc="features", unit="tok", unit_scale=True, disable=None) as bar:
+            for shard in missing:
+                samples = np.arange(self.first_sample[shard], ends[shard])
+                parts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+                for group in _groups(self.data.lengths[samples], tokens_per_batch):
+                    ids = samples[group].tolist()
+                    rows, masks = zip(*(self.data.sample(i) for i in ids), strict=True)
+                    features = target.capture(rows, masks, ids)
+                    features.check(target.hidden_size)
+                    for b, i in enumerate(ids):
+                        part = slice(features.bounds[b], features.bounds[b + 1])
+                        parts[i] = (features.context[part].cpu(), features.labels[part].cpu())
+                    bar.update(features.bounds[-1])
+                tensors = {
+                    "context": torch.cat([parts[int(i)][0] for i in samples]),
+                    "labels": torch.cat([parts[int(i)][1] for i in samples]),
+                }
+                part_file = self._file(shard).with_suffix(".tmp")
+                save_file(tensors, part_file)
+                os.replace(part_file, self._file(shard))
+
+    def features(self, samples: Sequence[int], pad_to: int | None, device: torch.device) -> TargetFeatures:
+        """The batch that :meth:`Target.capture` would have given for these samples."""
+        rows, masks = zip(*(self.data.sample(int(i)) for i in samples), strict=True)
+        bounds = np.cumsum([0, *(len(row) for row in rows)]).tolist()
+        context, labels = zip(*(self._read(int(i)) for i in samples), strict=True)
+        pad = max(pad_to or 0, bounds[-1]) - bounds[-1]
+
+        def packed(parts: Sequence[torch.Tensor], fill: int) -> torch.Tensor:
+            filler = torch.full((pad, *parts[0].shape[1:]), fill, dtype=parts[0].dtype)
+            return torch.cat([*parts, filler]).to(device)
+
+        return TargetFeatures(
+            ids=packed([torch.from_numpy(row.astype(np.int64)) for row in rows], 0),
+            context=packed(context, 0),
+            labels=packed(labels, -1),
+            loss_mask=packed([torch.from_numpy(mask.astype(bool)) for mask in masks], 0),
+            seq=packed([torch.full((len(row),), b, dtype=torch.int32) for b, row in enumerate(rows)], -1),
+            pos=packed([torch.arange(len(row)) for row in rows], 0),
+            bounds=bounds,
+            sample_ids=[int(i) for i in samples],
+        )
+
+    def _read(self, sample: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shard = int(self.shard_of[sample])
+        if shard not in self._open:
+            self._open[shard] = safe_open(self._file(shard), framework="pt")
+        base = self.data.offsets[self.first_sample[shard]]
+        part = slice(int(self.data.offsets[sample] - base), int(self.data.offsets[sample + 1] - base))
+        return self._open[shard].get_slice("context")[part], self._open[shard].get_slice("labels")[part]
+
+
+def _groups(lengths: np.ndarray, tokens_per_batch: int) -> list[np.ndarray]:
+    """Indices sorted by length, cut so that the padded batch (rows x longest) stays in the budget."""
+    order = np.argsort(lengths, kind="stable")[::-1]
+    groups, start = [], 0
+    while start < len(order):
+        count = max(1, tokens_per_batch // int(lengths[order[start]]))
+        groups.append(order[start : start + count])
+        start += count
+    return groups
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    part = path.with_suffix(".tmp")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)

@@ -1,0 +1,1 @@
+"""Training: the step, its schedule, checkpoints, and the run around them."""

@@ -1,0 +1,218 @@
+"""Checkpoints: complete or absent, written beside training, pruned by age and by merit.
+
+    checkpoints/step_000500/
+        model.safetensors, config.json   fp32 masters: a drafter that `DFlashDraftModel.from_pretrained` loads
+        optimizer.safetensors            AdamW moments in fp32
+        trainer.json                     step, counters, best evaluation, fingerprints
+        COMPLETE                         written last; a folder without it does not exist for readers
+
+A save copies everything to host memory (that is all training waits for) and a thread writes it into a hidden folder that
+is renamed once it is whole, so a kill at any moment leaves the previous checkpoint and nothing half-written in its place.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import threading
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dflash.model import DFlashDraftModel
+
+VERSION = 1
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or is not what the run needs; the sentence says which and why."""
+
+
+@dataclass
+class Progress:
+    """Everything of a run besides weights and moments that a resume needs."""
+
+    step: int
+    tokens: int
+    samples: int
+    best_step: int | None
+    best_value: float | None
+    fingerprint: dict[str, Any]
+    """Of data and plan: equal, or the resumed run would not be the same run."""
+
+
+class Checkpoints:
+    """The ``checkpoints`` folder of a run.
+
+    Args:
+        keep_last: how many of the newest stay.
+        keep_best: whether the one with the best evaluation stays as well.
+    """
+
+    def __init__(self, folder: Path, keep_last: int, keep_best: bool) -> None:
+        self.folder, self.keep_last, self.keep_best = folder, keep_last, keep_best
+        self._thread: threading.Thread | None = None
+        self._failure: CheckpointError | None = None
+
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint, or None."""
+        return max(self._complete(), key=_step_of, default=None)
+
+    def save(self, drafter: DFlashDraftModel, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+        """Copy the state to host memory and start writing it; waits for a save still under way.
+
+        Raises:
+            CheckpointError: the previous save failed, or the disk has no room for this one.
+        """
+        self.wait()
+        names = [name for name, _ in drafter.named_parameters()]
+        state = optimizer.state_dict()["state"]
+        model = {name: _host_copy(p) for name, p in drafter.named_parameters()}
+        moments = {f"{m}.{names[i]}": _host_copy(state[i][m]) for i in sorted(state) for m in MOMENTS}
+        needed = sum(t.numel() * t.element_size() for t in [*model.values(), *moments.values()]) + (1 << 20)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.folder).free
+        if free < needed:
+            raise CheckpointError(_no_room(progress.step, self.folder, needed, free))
+        config = drafter.config.to_json_string(use_diff=False)
+        arguments = (model, moments, config, replace(progress), needed)
+        self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until the save under way is on disk; raises what went wrong with it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def failed(self) -> bool:
+        """Whether a finished save failed (without waiting for one under way)."""
+        return self._failure is not None
+
+    def _write(
+        self, model: dict[str, Tensor], moments: dict[str, Tensor], config: str, progress: Progress, needed: int
+    ) -> None:
+        part = self.folder / f".writing_{progress.step:06d}"
+        try:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir()
+            save_file(model, part / "model.safetensors", metadata={"format": "pt"})
+            save_file(moments, part / "optimizer.safetensors")
+            (part / "config.json").write_text(config, encoding="utf-8")
+            (part / "trainer.json").write_text(json.dumps({"version": VERSION, **asdict(progress)}, indent=1), "utf-8")
+            for file in part.iterdir():
+                _to_disk(file)
+            (part / "COMPLETE").touch()
+            _to_disk(part)
+            final = self.folder / f"step_{progress.step:06d}"
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(part, final)
+            _to_disk(self.folder)
+            self._prune(progress.best_step)
+        except (OSError, RuntimeError) as error:  # safetensors reports a full disk as a RuntimeError of its own
+            shutil.rmtree(part, ignore_errors=True)
+            free = shutil.disk_usage(self.folder).free
+            full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
+            self._failure = CheckpointError(
+                _no_room(progress.step, self.folder, needed, free)
+                if full
+                else f"checkpoint of step {progress.step} could not be written to {self.folder}: {error}; "
+                "the last complete one is untouched"
+            )
+
+    def _complete(self) -> list[Path]:
+        return [path for path in self.folder.glob("step_*") if (path / "COMPLETE").exists()]
+
+    def _prune(self, best_step: int | None) -> None:
+        ordered = sorted(self._complete(), key=_step_of)
+        for path in ordered[: -self.keep_last]:
+            if not (self.keep_best and _step_of(path) == best_step):
+                (path / "COMPLETE").unlink()  # first, so that a kill in the middle leaves no complete-looking remains
+                shutil.rmtree(path)
+
+    def remove_remains(self) -> None:
+        """Delete what kills left behind: folders being written or pruned. Call it with the run's lock held."""
+        for path in [*self.folder.glob(".writing_*"), *self.folder.glob("step_*")]:
+            if not (path / "COMPLETE").exists():
+                shutil.rmtree(path)
+
+
+def load(path: Path, drafter: DFlashDraftModel, optimizer: torch.optim.Optimizer) -> Progress:
+    """Put a checkpoint's weights and moments into a drafter and optimizer built as for a fresh run.
+
+    Raises:
+        CheckpointError: unknown version, or tensors that are missing, unexpected or of another shape.
+    """
+    state = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
+    if state.pop("version") != VERSION:
+        raise CheckpointError(f"{path}: written by another version of dflash; resume it with that version")
+    progress = Progress(**state)
+    parameters = dict(drafter.named_parameters())
+    with torch.no_grad():
+        _read_into(path / "model.safetensors", parameters)
+    moments: dict[str, Tensor] = {}
+    for i, (name, parameter) in enumerate(parameters.items()):
+        entry = {m: torch.empty_like(parameter, dtype=torch.float32) for m in MOMENTS}
+        optimizer.state[parameter] = {
+            "step": torch.tensor(float(progress.step), device=_step_device(optimizer, i)),
+            **entry,
+        }
+        moments |= {f"{m}.{name}": entry[m] for m in MOMENTS}
+    _read_into(path / "optimizer.safetensors", moments)
+    return progress
+
+
+def _read_into(file: Path, tensors: dict[str, Tensor]) -> None:
+    with safe_open(file, framework="pt") as stored:
+        names = set(stored.keys())
+        if names != set(tensors):
+            odd = sorted(names ^ set(tensors))
+            raise CheckpointError(f"{file}: {len(odd)} tensors missing or unexpected, {odd[0]} first: another drafter")
+        for name, tensor in tensors.items():
+            value = stored.get_tensor(name)
+            if value.shape != tensor.shape or value.dtype != torch.float32:
+                raise CheckpointError(
+                    f"{file}: {name} is {value.dtype} {tuple(value.shape)}, not fp32 {tuple(tensor.shape)}"
+                )
+            tensor.copy_(value)
+
+
+def _step_device(optimizer: torch.optim.Optimizer, index: int) -> torch.device:
+    """Where AdamW keeps its step counter: beside the parameter when fused, else on the host."""
+    group = optimizer.param_groups[0]
+    device: torch.device = group["params"][index].device
+    return device if group.get("fused") else torch.device("cpu")
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def _no_room(step: int, folder: Path, needed: int, free: int) -> str:
+    return (
+        f"checkpoint of step {step} needs {needed / 2**30:.2f} GiB in {folder} and {free / 2**30:.2f} GiB are free: make room "
+        "or lower checkpoint.keep_last, then resume; the last complete checkpoint is untouched"
+    )

@@ -1,0 +1,241 @@
+"""A run from its config: folder, data, target, trainer; and the same again for a resume."""
+
+from __future__ import annotations
+
+import fcntl
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import dflash
+from dflash.config import Config, ConfigError, dump_yaml, load_config
+from dflash.data.batches import Batch, BatchPlan
+from dflash.data.tokenize import TokenData, decode_example, load_data, load_prompts, summary
+from dflash.decode.evaluate import load_or_generate
+from dflash.model import DFlashConfig, DFlashDraftModel
+from dflash.target.features import TargetFeatures
+from dflash.target.model import Target, load_target, load_tokenizer
+from dflash.target.store import FeatureStore
+from dflash.train.checkpoint import Checkpoints
+from dflash.train.log import MetricsLog, drop_lines_after, log, start_logging
+from dflash.train.schedule import StepPlan
+from dflash.train.trainer import Trainer
+
+RESUME_SECTIONS = ("placement", "log", "checkpoint", "eval")
+"""What a resume may change: the rest is the run itself."""
+
+
+class RunError(RuntimeError):
+    """The run's folder does not allow what was asked."""
+
+
+def train(config: Config) -> int:
+    """Start a new run of a resolved config; returns the exit code.
+
+    Raises:
+        RunError: the folder holds a run already, or another process works in it.
+    """
+    run_dir = Path(config.run_dir)
+    if (run_dir / "config.yaml").exists():
+        raise RunError(
+            f"run_dir {run_dir} holds a run already: continue it with `dflash resume {run_dir}`, or name another"
+        )
+    refuse_many_processes(config)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with locked(run_dir):
+        header = f"dflash {dflash.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
+        dump_yaml(config, run_dir / "config.yaml", header)
+        return run(config, run_dir)
+
+
+def resume(run_dir: Path, overrides: Sequence[str] = ()) -> int:
+    """Continue a run from its newest complete checkpoint; returns the exit code.
+
+    Raises:
+        RunError: no run in the folder, or another process works in it.
+        ConfigError: an override outside ``RESUME_SECTIONS``.
+    """
+    if not (run_dir / "config.yaml").exists():
+        raise RunError(
+            f"{run_dir} holds no run (no config.yaml): start one with `dflash train CONFIG run_dir={run_dir}`"
+        )
+    refused = [o for o in overrides if o.split("=")[0].split(".")[0] not in RESUME_SECTIONS]
+    if refused:
+        raise ConfigError(
+            [
+                f"{o.split('=')[0]}: a resume continues the same run and changes {', '.join(RESUME_SECTIONS)} only"
+                for o in refused
+            ]
+        )
+    config = load_config(run_dir / "config.yaml", overrides)
+    refuse_many_processes(config)
+    with locked(run_dir):
+        # The folder may have been moved or copied since.
+        config.run_dir = str(run_dir)
+        return run(config, run_dir)
+
+
+def run(config: Config, run_dir: Path) -> int:
+    """Everything between a resolved config and the exit code, in one process."""
+    start_logging(run_dir / "logs" / "rank0.log")
+    checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep_last, config.checkpoint.keep_best)
+    checkpoints.remove_remains()
+    newest = checkpoints.newest()
+    done = int(newest.name.removeprefix("step_")) if newest else -1
+    dropped = drop_lines_after(run_dir / "metrics.jsonl", done)
+    if newest:
+        log.info(f"continuing after step {done}" + (f"; {dropped} newer metrics lines dropped" if dropped else ""))
+
+    trainer = build(config, run_dir)
+    if newest:
+        trainer.resume(newest)
+    metrics = MetricsLog(run_dir / "metrics.jsonl")
+    try:
+        # Before this, nothing is worth saving and Ctrl-C may simply end the process.
+        with interrupts() as caught:
+            trainer.run(metrics, lambda: bool(caught))
+    finally:
+        metrics.close()
+    if trainer.progress.step < trainer.plan.total:
+        log.info(f"stopped after step {trainer.progress.step}, saved: `dflash resume {run_dir}` continues")
+        return 128 + caught[0]
+    log.info(f"done: {trainer.plan.total} steps, drafter in {trainer.checkpoints.newest()}")
+    return 0
+
+
+def build(config: Config, run_dir: Path) -> Trainer:
+    """Data, target, plan and drafter of a run; the same objects for a fresh start and a resume."""
+    c, device = config, torch.device(config.placement.drafter[0])
+    tokenizer = load_tokenizer(c.target.model, c.target.revision)
+    shared: dict[str, Any] = {"max_length": c.data.max_length, "chat_template_kwargs": c.data.chat_template_kwargs}
+    cache_dir = Path(c.data.cache_dir) if c.data.cache_dir else Path.home() / ".cache" / "dflash"
+    data = load_data(c.data.train, tokenizer, cache_dir=cache_dir, **shared)
+    log.info(summary(data.stats))
+    log.info("first conversation, supervised part marked:\n" + decode_example(data, 0, tokenizer))
+    prompts = load_prompts(c.data.eval, tokenizer, limit=c.eval.samples, **shared) if c.data.eval else []
+    batches = BatchPlan(
+        data.lengths, data.eligible, seed=c.seed, tokens_per_batch=c.train.tokens_per_batch,
+        anchors_per_batch=c.train.anchors_per_batch, length_buckets=c.data.length_buckets,
+    )  # fmt: skip
+    plan = StepPlan(batches, c.train.epochs, c.train.grad_accumulation)
+    dropped = f", {plan.dropped} batches of incomplete steps dropped" if plan.dropped else ""
+    log.info(f"plan: {plan.total} steps of {c.train.grad_accumulation} batches over {c.train.epochs} epochs{dropped}")
+
+    target = load_target(
+        c.target.model, revision=c.target.revision, dtype=getattr(torch, c.target.dtype), device=device,
+        context_layers=c.target.context_layers, label_layer=c.target.label_layer,
+    )  # fmt: skip
+    drafter = new_drafter(c, target.config).to(device)
+    size = sum(p.numel() for p in drafter.parameters())
+    log.info(f"drafter: {size / 1e6:.1f} M parameters, {len(drafter.layers)} layers, on {device}")
+    answers = load_or_generate(
+        run_dir / "eval_answers.jsonl", target, prompts, c.eval.max_new_tokens, c.eval.batch_size
+    )  # fmt: skip
+    fingerprint = {"data": data.fingerprint, "steps": plan.total}
+    return Trainer(c, drafter, target, data, plan, feature_source(c, data, target), answers, run_dir, fingerprint)
+
+
+def new_drafter(config: Config, target_config: Any) -> DFlashDraftModel:
+    """A drafter of the config's shape with weights drawn from the run's seed, in fp32."""
+    d = config.drafter
+    shape = DFlashConfig(
+        block_size=d.block_size,
+        mask_token_id=d.mask_token_id,
+        target_layer_ids=list(config.target.context_layers or ()),
+        num_target_layers=target_config.num_hidden_layers,
+        vocab_size=target_config.vocab_size,
+        hidden_size=target_config.hidden_size,
+        intermediate_size=d.intermediate_size,
+        num_hidden_layers=d.num_hidden_layers,
+        num_attention_heads=d.num_attention_heads,
+        num_key_value_heads=d.num_key_value_heads,
+        head_dim=d.head_dim,
+        layer_types=list(d.layer_types or ()),
+        sliding_window=d.sliding_window,
+        rope_parameters={"rope_type": "default", "rope_theta": d.rope_theta},
+        # The target's, not the training length: engines size RoPE and the KV cache from it.
+        max_position_embeddings=target_config.max_position_embeddings,
+        rms_norm_eps=target_config.rms_norm_eps,
+        eos_token_id=target_config.eos_token_id,
+        pad_token_id=target_config.pad_token_id,
+        bos_token_id=target_config.bos_token_id,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    torch.manual_seed(config.seed)
+    return DFlashDraftModel(shape).float().train()
+
+
+def feature_source(config: Config, data: TokenData, target: Target) -> Callable[[Batch], TargetFeatures]:
+    """Where a batch's features come from: the target itself, or the folder it filled before step 1."""
+    device = target.device
+    pad_to = config.train.tokens_per_batch if device.type == "cuda" else None
+    if config.data.features is None:
+
+        def online(batch: Batch) -> TargetFeatures:
+            ids = batch.samples.tolist()
+            rows, masks = zip(*(data.sample(i) for i in ids), strict=True)
+            return target.capture(rows, masks, ids, pad_to)
+
+        return online
+    contract = {
+        "target": config.target.model,
+        "revision": config.target.revision,
+        "dtype": config.target.dtype,
+        "context_layers": config.target.context_layers,
+        "label_layer": config.target.label_layer,
+        "data": data.fingerprint,
+    }
+    store = FeatureStore(Path(config.data.features), data, contract)
+    store.capture(target, config.train.tokens_per_batch)
+    return lambda batch: store.features(batch.samples.tolist(), pad_to, device)
+
+
+def refuse_many_processes(config: Config) -> None:
+    """One process alternates between target and drafter; other placements are not built yet.
+
+    Raises:
+        ConfigError: the placement asks for several processes.
+    """
+    p = config.placement
+    if p.target != p.drafter or len(p.target) != 1:
+        raise ConfigError(
+            [f"placement: target {p.target} and drafter {p.drafter} need several processes, which this version does not start: "
+             "give both the same single device, such as placement.target=[cuda:0] placement.drafter=[cuda:0]"]
+        )  # fmt: skip
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Hold the run's folder against a second launcher; the kernel lets go when the process ends, however it ends."""
+    with open(run_dir / ".lock", "w", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(f"another process is working in {run_dir}: wait for it or stop it") from None
+        yield
+
+
+@contextmanager
+def interrupts() -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM so that the step in hand is finished and saved; a second one ends the process at once."""
+    caught: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def note(number: int, frame: Any) -> None:
+        caught.append(number)
+        for n, handler in before.items():
+            signal.signal(n, handler)
+
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

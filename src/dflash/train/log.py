@@ -1,0 +1,119 @@
+"""``metrics.jsonl``: one line per optimizer step, plus lines with a ``kind`` (``eval``)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+log = logging.getLogger("dflash")
+TIMING_KEYS = frozenset({"tokens_per_s", "feature_wait_s", "step_s", "time"})
+"""The keys in which a resumed run may differ from an uninterrupted one."""
+
+
+class Clock:
+    """Seconds spent in ``with clock:`` blocks since the last :meth:`take`, on the device's own time line.
+
+    On a GPU the host only launches work, so the blocks are bracketed by events; ``take`` reads them and so waits for them:
+    call it where the step waits anyway.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._spans: list[tuple[Any, Any]] = []
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def __enter__(self) -> None:
+        self._start = self._now()
+
+    def __exit__(self, *exc: object) -> None:
+        self._spans.append((self._start, self._now()))
+
+    def take(self) -> float:
+        spans, self._spans = self._spans, []
+        if self._cuda and spans:
+            spans[-1][1].synchronize()
+        return float(sum(a.elapsed_time(b) / 1e3 if self._cuda else b - a for a, b in spans))
+
+
+class MetricsLog:
+    """Appends JSON lines; every line is with the operating system before the next step starts, so ``kill -9`` loses none."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
+
+    def write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Down to the disk: called before a checkpoint claims that these steps happened."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def drop_lines_after(path: Path, step: int) -> int:
+    """Remove lines of steps newer than ``step``, and a half-written last line; returns how many lines went.
+
+    Atomic: a kill in the middle leaves the old file.
+    """
+    if not path.exists():
+        return 0
+    kept, dropped = [], 0
+    for line in path.read_bytes().split(b"\n"):
+        if not line:
+            continue
+        try:
+            keep = json.loads(line)["step"] <= step
+        except (ValueError, KeyError, TypeError):
+            keep = False
+        kept += [line] if keep else []
+        dropped += not keep
+    part = path.with_suffix(".tmp")
+    part.write_bytes(b"".join(line + b"\n" for line in kept))
+    os.replace(part, path)
+    return dropped
+
+
+def read_lines(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """The step lines of a log (``kind=None``) or those of a kind; a half-written last line is passed over."""
+    lines = []
+    for raw in path.read_bytes().split(b"\n"):
+        try:
+            line = json.loads(raw)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and line.get("kind") == kind:
+            lines.append(line)
+    return lines
+
+
+def start_logging(path: Path) -> None:
+    """Messages to the terminal (plain) and, with time stamps, to the rank's own file in the run's folder."""
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    for handler in list(log.handlers):
+        log.removeHandler(handler)
+        handler.close()
+    terminal = logging.StreamHandler(sys.stderr)
+    terminal.setFormatter(logging.Formatter("%(message)s"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = logging.FileHandler(path, encoding="utf-8")
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(terminal)
+    log.addHandler(file)

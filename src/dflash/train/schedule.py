@@ -1,0 +1,74 @@
+"""What a step number fixes: its batches, learning rate, noise, and the seeds of everything random.
+
+All of it is a pure function of (config, data), so a resumed run needs nothing but the step number.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from dflash.config import Config
+    from dflash.data.batches import Batch, BatchPlan
+
+
+class StepPlan:
+    """Optimizer steps 1 .. ``total`` over all epochs; step ``s`` trains ``grad_accumulation`` batches together.
+
+    An epoch's incomplete last group is dropped, so that no step mixes epochs; ``dropped`` counts such batches.
+
+    Raises:
+        ValueError: the data give no complete step.
+    """
+
+    def __init__(self, plan: BatchPlan, epochs: int, grad_accumulation: int) -> None:
+        self.steps: list[list[Batch]] = []
+        self.epoch_ends: list[int] = []
+        self.dropped = 0
+        for epoch in range(epochs):
+            batches = plan.epoch(epoch)
+            whole = len(batches) - len(batches) % grad_accumulation
+            self.dropped += len(batches) - whole
+            self.steps += [batches[i : i + grad_accumulation] for i in range(0, whole, grad_accumulation)]
+            self.epoch_ends.append(len(self.steps))
+        if not self.steps:
+            raise ValueError(
+                f"train.grad_accumulation is {grad_accumulation} but an epoch has only {self.dropped // max(epochs, 1)} "
+                "batches: lower it or train.tokens_per_batch, or give more data"
+            )
+
+    @property
+    def total(self) -> int:
+        return len(self.steps)
+
+    def batches(self, step: int) -> list[Batch]:
+        """The batches of step ``step`` (1-based)."""
+        return self.steps[step - 1]
+
+    def epoch_of(self, step: int) -> float:
+        """Epochs finished after ``step``, with the fraction of the running one."""
+        epoch = int(np.searchsorted(self.epoch_ends, step, side="left"))
+        start = self.epoch_ends[epoch - 1] if epoch else 0
+        return round(epoch + (step - start) / (self.epoch_ends[epoch] - start), 4)
+
+
+def learning_rate(step: int, total: int, peak: float, warmup_ratio: float) -> float:
+    """Linear warm-up over ``int(warmup_ratio * total)`` steps, then half a cosine that would reach 0 after the last one."""
+    warmup = int(warmup_ratio * total)
+    if step <= warmup:
+        return peak * step / warmup
+    return peak * 0.5 * (1.0 + math.cos(math.pi * (step - 1 - warmup) / (total - warmup)))
+
+
+def noise_std(step: int, total: int, config: Config) -> float:
+    """Noise of the step, relative to each feature's RMS: linear from ``noise.start`` to ``noise.end`` over the run."""
+    done = (step - 1) / max(total - 1, 1)
+    return config.noise.start + (config.noise.end - config.noise.start) * done
+
+
+def noise_seed(seed: int, epoch: int, batch: int) -> int:
+    """Seed of a batch's noise, from its place in the plan alone; 0x6E015E keeps the stream apart from all others."""
+    return int(np.random.SeedSequence([seed, 0x6E015E, epoch, batch]).generate_state(1, np.uint64)[0] >> 1)

@@ -1,0 +1,238 @@
+"""The training loop: features -> blocks -> drafter -> loss -> backward, and one fp32 AdamW step per group of batches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from dflash.data.batches import Batch, sample_anchors
+from dflash.decode.evaluate import Answer, walk
+from dflash.metrics import add_sums, divide, pooled_sums
+from dflash.model import DFlashDraftModel, slot_weights
+from dflash.score import score_blocks
+from dflash.train import checkpoint
+from dflash.train.checkpoint import Checkpoints, Progress
+from dflash.train.log import Clock, MetricsLog, log
+from dflash.train.schedule import StepPlan, learning_rate, noise_seed, noise_std
+
+if TYPE_CHECKING:
+    from dflash.config import Config
+    from dflash.data.tokenize import TokenData
+    from dflash.target.features import TargetFeatures
+    from dflash.target.model import Target
+
+
+class NonFiniteStep(RuntimeError):
+    """Loss or gradient of a step is NaN or infinite; nothing of that step reached the weights."""
+
+
+def add_noise(context_TF: Tensor, width: int, std: float, seed: int) -> Tensor:
+    """Gaussian noise of ``std`` times the RMS of each token's feature in each layer; ``std`` 0 returns the very tensor.
+
+    Only the drafter's ``fc`` reads the result: labels and the cached features stay clean. Own generator, so that noise
+    moves no other random stream.
+    """
+    if std == 0:
+        return context_TF
+    features_TLD = context_TF.unflatten(-1, (-1, width))
+    rms = features_TLD.float().square().mean(dim=-1, keepdim=True).sqrt()
+    generator = torch.Generator(context_TF.device).manual_seed(seed)
+    noise = torch.randn(features_TLD.shape, generator=generator, device=context_TF.device, dtype=torch.float32)
+    return (features_TLD + noise * rms * std).to(context_TF.dtype).flatten(-2)
+
+
+@dataclass
+class Trainer:
+    """One drafter rank. Everything random is derived from (seed, plan), so the step number is the only position."""
+
+    config: Config
+    drafter: DFlashDraftModel
+    target: Target
+    data: TokenData
+    plan: StepPlan
+    features_of: Callable[[Batch], TargetFeatures]
+    answers: Sequence[Answer]
+    run_dir: Path
+    fingerprint: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        c = self.config
+        self.device = self.drafter.device
+        self.static_shapes = self.device.type == "cuda"  # for the compiler; on a CPU padding is only work
+        self.feature_clock = Clock(self.device)
+        self.slot_weight = slot_weights(self.drafter.config.block_size, c.train.gamma, self.device)
+        self.autocast = torch.autocast(
+            self.device.type, dtype=torch.bfloat16, enabled=c.target.dtype == "bfloat16", cache_enabled=True
+        )
+        self.optimizer = torch.optim.AdamW(
+            self.drafter.parameters(),
+            lr=c.train.learning_rate,
+            betas=tuple(c.train.betas),
+            weight_decay=c.train.weight_decay,
+            fused=True,
+        )
+        self.progress = Progress(0, 0, 0, None, None, self.fingerprint)
+        self.checkpoints = Checkpoints(self.run_dir / "checkpoints", c.checkpoint.keep_last, c.checkpoint.keep_best)
+
+    # ---- one step ------------------------------------------------------------------------------------------------------
+
+    def train_step(self, step: int) -> tuple[dict[str, Tensor], Tensor, list[Tensor]]:
+        """Forward and backward of one optimizer step's batches.
+
+        Returns the pooled sums, the gradient norm after division by the step's weight sum, and which batches were sick.
+        Gradients of the unnormalised loss accumulate in fp32 and are divided once, so how the step is cut into batches
+        (and, with several ranks, who computes which) changes nothing but rounding.
+        """
+        sums: dict[str, Tensor] = {}
+        sick = []
+        std = noise_std(step, self.plan.total, self.config)
+        for batch in self.plan.batches(step):
+            with self.feature_clock:
+                features = self.features_of(batch)
+            anchors, eligible = self.anchors(batch, features)
+            seed = noise_seed(self.config.seed, batch.epoch, batch.index)
+            context = add_noise(features.context, self.target.hidden_size, std, seed)
+            with self.autocast:
+                scored = score_blocks(self.drafter, self.target, features, context, anchors, self.slot_weight)
+            scored.loss.weighted_sum.backward()
+            sums = add_sums(
+                sums, pooled_sums(scored.blocks, scored.rank_NJ, scored.loss.weighted_sum, scored.weight_sum, eligible)
+            )
+            sick.append(features.sick(self.target.hidden_size))
+        gradients = [p.grad for p in self.drafter.parameters() if p.grad is not None]
+        torch._foreach_div_(gradients, sums["weight"].float())
+        return sums, torch.nn.utils.get_total_norm(gradients), sick
+
+    def update(self, step: int, grad_norm: Tensor) -> None:
+        """Clip and step."""
+        clip = self.config.train.max_grad_norm
+        torch.nn.utils.clip_grads_with_norm_(self.drafter.parameters(), clip, grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr(step)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def lr(self, step: int) -> float:
+        return learning_rate(step, self.plan.total, self.config.train.learning_rate, self.config.train.warmup_ratio)
+
+    def anchors(self, batch: Batch, features: TargetFeatures) -> tuple[Tensor, int]:
+        """int64 [N] rows of the batch's anchors in row order (neighbours share keys: fewer attention tiles), and how many
+        positions were eligible. Padded with -1 to the budget where shapes must be static."""
+        rows = [
+            features.bounds[b]
+            + sample_anchors(self.config.seed, batch.epoch, int(sample), self.data.sample(int(sample))[1], int(count))
+            for b, (sample, count) in enumerate(zip(batch.samples, batch.anchors, strict=True))
+        ]
+        flat = np.concatenate(rows)
+        if self.static_shapes:
+            flat = np.concatenate([flat, np.full(self.config.train.anchors_per_batch - len(flat), -1)])
+        eligible = int(self.data.eligible[batch.samples].sum())
+        return torch.from_numpy(flat.astype(np.int64)).to(self.device, non_blocking=True), eligible
+
+    # ---- the run -------------------------------------------------------------------------------------------------------
+
+    def resume(self, path: Path) -> None:
+        """Continue from a checkpoint; the rest of the run is what it would have been."""
+        self.progress = checkpoint.load(path, self.drafter, self.optimizer)
+        if self.progress.fingerprint != self.fingerprint:
+            odd = [k for k in self.fingerprint if self.progress.fingerprint.get(k) != self.fingerprint[k]]
+            raise checkpoint.CheckpointError(
+                f"{path}: {', '.join(odd)} changed since the run began, so its steps would be others: "
+                "put the data back as they were, or start a new run"
+            )
+
+    def run(self, metrics: MetricsLog, interrupted: Callable[[], bool]) -> None:
+        """Train from where ``progress`` stands to the end, or until ``interrupted``; saves the last finished step either way.
+
+        Raises:
+            NonFiniteStep, SickFeatures, CheckpointError: the run stops; the newest complete checkpoint stays.
+        """
+        every, last = self.config.checkpoint.every, self.plan.total
+        if self.progress.step == 0:
+            self.evaluate(metrics)
+        saved = self.progress.step
+        with tqdm(total=last, initial=self.progress.step, desc="train", unit="step", disable=None) as bar:
+            while self.progress.step < last and not interrupted():
+                line = self.one_step(self.progress.step + 1)
+                step = self.progress.step
+                if step % self.config.log.every == 0 or step == last:
+                    metrics.write(line)
+                bar.update()
+                bar.set_postfix_str(
+                    f"loss {line['loss']:.3f} acc {line['accuracy']:.3f} streak {line['avg_streak']:.2f}"
+                )
+                is_best = (step % self.config.eval.every == 0 or step == last) and self.evaluate(metrics)
+                if step % every == 0 or step == last or (is_best and self.config.checkpoint.keep_best):
+                    metrics.sync()
+                    self.checkpoints.save(self.drafter, self.optimizer, self.progress)
+                    saved = step
+                elif self.checkpoints.failed():
+                    self.checkpoints.wait()
+        if saved != self.progress.step:
+            metrics.sync()
+            self.checkpoints.save(self.drafter, self.optimizer, self.progress)
+        self.checkpoints.wait()
+
+    def one_step(self, step: int) -> dict[str, Any]:
+        """Train step ``step`` and return its metrics line."""
+        started = time.perf_counter()
+        batches = self.plan.batches(step)
+        sums, grad_norm, sick = self.train_step(step)
+        # The one wait for the device per step: nothing may reach the weights before it is known to be finite.
+        norm, loss, *ill = torch.stack([grad_norm.double(), sums["loss"], *(s.double() for s in sick)]).tolist()
+        for batch, is_ill in zip(batches, ill, strict=True):
+            if is_ill:
+                self.features_of(batch).check(self.target.hidden_size)
+        if not (np.isfinite(norm) and np.isfinite(loss)):
+            samples = [int(s) for batch in batches for s in batch.samples]
+            raise NonFiniteStep(
+                f"step {step}: {'loss' if not np.isfinite(loss) else 'gradient'} is not finite (loss {loss}, gradient norm "
+                f"{norm}); the step was not applied. Its samples: {', '.join(self.data.describe(s) for s in samples[:16])}"
+                f"{' ...' if len(samples) > 16 else ''}. Lower train.learning_rate or look at these rows, then resume"
+            )
+        self.update(step, grad_norm)
+        tokens = int(sum(self.data.lengths[batch.samples].sum() for batch in batches))
+        self.progress.step = step
+        self.progress.tokens += tokens
+        self.progress.samples += sum(len(batch.samples) for batch in batches)
+        line = {"step": step, "epoch": self.plan.epoch_of(step), **divide(sums), "grad_norm": norm}
+        line |= {"lr": self.lr(step), "noise_std": noise_std(step, self.plan.total, self.config)}
+        line |= {"tokens": self.progress.tokens, "samples": self.progress.samples}
+        spent = time.perf_counter() - started
+        line |= {
+            "tokens_per_s": tokens / spent,
+            "feature_wait_s": self.feature_clock.take(),
+            "step_s": spent,
+            "time": time.time(),
+        }
+        return line
+
+    def evaluate(self, metrics: MetricsLog) -> bool:
+        """Write an ``eval`` line at the present step; True if the drafter is the best so far."""
+        if not self.answers:
+            return False
+        started = time.perf_counter()
+        train = self.config.train
+        with self.autocast:
+            result = walk(
+                self.drafter, self.target, self.answers, train.tokens_per_batch, train.anchors_per_batch
+            ).summary()
+        step, value = self.progress.step, result["accepted_length"]
+        metrics.write(
+            {"kind": "eval", "step": step, **result, "eval_s": time.perf_counter() - started, "time": time.time()}
+        )
+        log.info(
+            f"step {step}: accepted length {value:.3f} over {result['rounds']} rounds on {result['prompts']} held-out prompts"
+        )
+        if self.progress.best_value is not None and value <= self.progress.best_value:
+            return False
+        self.progress.best_step, self.progress.best_value = step, value
+        return step > 0
