@@ -1,24 +1,22 @@
 """The YAML of a run as dataclasses: read, checked whole, completed from the target's config, written back.
 
 Each default exists once, here, with its reason under it. Two phases, both reporting every problem they find at once:
-:func:`load_config` checks what the file alone can tell; :func:`resolve` fills the nulls from the target's config and checks
-against it. Neither imports torch, so that a wrong config is refused in a fraction of a second.
+:func:`load_config` checks what the file alone can tell, :func:`resolve` fills the nulls from the target's config and
+checks against it. Neither imports torch, so that a wrong config is refused in a fraction of a second.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
-import math
 import os
-import re
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
-from dflash import yaml12
+from dflash import strict_yaml
+from dflash.config_rules import RULES, head_dim_is_even, heads_share_evenly
+from dflash.strict_yaml import Bounds
 
 
 class ConfigError(ValueError):
@@ -27,21 +25,6 @@ class ConfigError(ValueError):
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
         self.problems = list(problems)
-
-
-class Bounds(NamedTuple):
-    """Limits of a number, or of the length of a text or list."""
-
-    least: float = -math.inf
-    above: float = -math.inf
-    below: float = math.inf
-
-    def complaint(self, size: float) -> str | None:
-        if size < self.least:
-            return f"must be at least {self.least}"
-        if size <= self.above:
-            return f"must be above {self.above}"
-        return f"must be below {self.below}" if size >= self.below else None
 
 
 Count = Annotated[int, Bounds(least=1)]
@@ -65,7 +48,7 @@ class TargetConfig:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the frozen target. float32 turns the drafter's autocast off too."""
     context_layers: Annotated[list[Index], Bounds(least=1)] | None = None
-    """Decoder layers whose *output* feeds ``fc`` (``hidden_states[l + 1]``). Null: five, by the published drafters' formula."""
+    """Layers whose *output* feeds ``fc`` (``hidden_states[l + 1]``). Null: :func:`default_context_layers`."""
     label_layer: Literal["final"] | Index = "final"
     """Layer whose state, past the target's own final norm and head, makes the labels. Never a context layer."""
 
@@ -85,7 +68,7 @@ class PlacementConfig:
     heartbeat_timeout_s: Positive = 600.0
     """Silence after which a replica counts as dead; the first compilation alone can take minutes."""
     max_sick_batches: Index = 0
-    """Batches of unusable features (zero, constant, not finite) to skip before the run stops. None: they are a fault."""
+    """Batches of zero, constant or non-finite features to skip before the run stops. None: they are a fault."""
 
 
 @dataclass(kw_only=True)
@@ -118,8 +101,8 @@ class DataConfig:
     eval: list[Text] = field(default_factory=list)
     """Held-out prompts, in the same formats. Empty: no evaluation, and no best checkpoint either."""
     features: Text | None = None
-    """Folder to capture context features and labels into once, before step 1, and to read in every epoch. Null: computed
-    anew each time. Pays for many epochs over few tokens: it holds ``L * D`` numbers per token."""
+    """Folder to capture context features and labels into once, before step 1, and to read from in every epoch. Null:
+    computed anew each time. Pays for many epochs over few tokens: it holds ``L * D`` numbers per token."""
     cache_dir: Text | None = None
     """Where tokenised data is kept between runs. Null: ``~/.cache/dflash``."""
     max_length: Annotated[int, Bounds(least=2)] = 4096
@@ -151,9 +134,9 @@ class TrainConfig:
     tokens_per_batch: Count = 16384
     """Token budget of a batch: whole sequences whose lengths sum to at most this."""
     anchors_per_batch: Count = 512
-    """Blocks trained per batch, shared among its sequences; with the token budget the knob that balances target and drafter."""
+    """Blocks trained per batch, shared among its sequences. They cost the drafter alone: the knob that balances both."""
     gamma: Positive | None = None
-    """Decay of the loss weight over a block, ``exp(-(k - 1) / gamma)``. Null: :func:`default_gamma` of the block size."""
+    """Decay of the loss weight over a block, ``exp(-(k - 1) / gamma)``. Null: :func:`default_gamma`."""
 
 
 @dataclass(kw_only=True)
@@ -214,48 +197,49 @@ class Config:
 
 
 def default_gamma(block_size: int) -> float:
-    """Decay constant for a block size: the paper's 4, 5 and 7 at K = 8, 10 and 16, and the straight lines through them."""
+    """The paper's 4, 5 and 7 at K = 8, 10 and 16, and the straight lines through them."""
     return min(block_size / 2, (block_size + 5) / 3)
 
 
-# --- reading -----------------------------------------------------------------------------------------------------------
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), check_files: bool = True) -> Config:
     """Read and check a config file.
 
-    A relative path of an input (data, target, ...) that does not exist from the working directory is looked for beside the
-    config file; what was found is made absolute, so that a resume may run from elsewhere.
+    An input's relative path is looked for in the working directory, then beside the config file; what was found is made
+    absolute, so that a resume may run from elsewhere.
 
     Args:
         path: the YAML file.
-        overrides: ``train.learning_rate=3e-4``, values in YAML; they replace what the file says before anything is checked.
+        overrides: ``train.learning_rate=3e-4``, values in YAML; applied before anything is checked.
         check_files: also refuse missing input files.
 
     Raises:
         ConfigError: listing every problem of the file and the overrides.
     """
     try:
-        tree, problems = yaml12.load(Path(path).read_text(encoding="utf-8"))
+        tree, problems = strict_yaml.load(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError([f"config file {path} does not exist"]) from None
-    except (yaml12.YAMLError, UnicodeDecodeError) as error:
+    except (strict_yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError([f"config file {path} cannot be read as YAML: {' '.join(str(error).split())}"]) from None
     if not isinstance(tree, dict):
-        raise ConfigError([f"config file {path} must hold keys ({', '.join(f.name for f in fields(Config))}), not {tree!r}"])
+        raise ConfigError([f"config file {path} must hold keys: {', '.join(f.name for f in fields(Config))}"])
     for text in overrides:
         problems += _apply_override(tree, text)
 
     faulty: set[str] = set()
 
     def report(key: str, problem: str) -> None:
-        faulty.add(key)
+        faulty.add(key.partition("[")[0])
         problems.append(f"{key} {problem}")
 
-    config: Config = _build(Config, tree, "", report)
-    # A rule over several keys says something only where each of them is sound by itself.
-    problems += [text for keys, rule in _RULES if not faulty & set(keys) and (text := rule(*(_get(config, k) for k in keys)))]
+    config: Config = strict_yaml.build(Config, tree, strict_yaml.key_paths(Config), report)
     missing = _locate_inputs(config, Path(path).parent, faulty)
+    for keys, rule in RULES:
+        if not faulty & set(keys) and (problem := rule(*(_get(config, key) for key in keys))):
+            problems.append(problem)
     if check_files:
         problems += missing
     if problems:
@@ -273,8 +257,8 @@ def _apply_override(tree: dict[str, Any], text: str) -> list[str]:
     if not equals or not key:
         return [f"override {text!r} must read key=value, as in train.learning_rate=3e-4"]
     try:
-        value, problems = yaml12.load(value_text)
-    except yaml12.YAMLError:
+        value, problems = strict_yaml.load(value_text)
+    except strict_yaml.YAMLError:
         return [f"override {text!r} has a value that is no YAML; quote it"]
     *parents, name = key.split(".")
     node: Any = tree
@@ -284,33 +268,169 @@ def _apply_override(tree: dict[str, Any], text: str) -> list[str]:
         node = node[parent]
         if not isinstance(node, dict):
             return [f"override {text!r} names a key inside {parent}, which holds {node!r} and has none"]
-    if not parents and name in _SECTIONS:
-        return [f"override {text!r} must name one key of the section, as in {name}.{fields(_SECTIONS[name])[0].name}=..."]
+    inside = [path for path in strict_yaml.key_paths(Config) if path.startswith(key + ".")]
+    if inside:
+        return [f"override {text!r} must name one key of the section, as in {inside[0]}=..."]
     node[name] = value
     return problems
 
 
-def _build(kind: Any, tree: Mapping[Any, Any], prefix: str, report: Callable[[str, str], None]) -> Any:
-    """An instance of the dataclass ``kind`` from ``tree``; a faulty value is reported and its default stands in."""
-    hints = get_type_hints(kind, include_extras=True)
-    for key in tree.keys() - hints.keys():
-        report(f"{prefix}{key}", f"is no key of the config{_suggestion(prefix, str(key), hints)}")
-    values: dict[str, Any] = {}
-    for f in fields(kind):
-        key, hint = prefix + f.name, hints[f.name]
-        if is_dataclass(hint):
-            section = tree.get(f.name)
-            if section is not None and not isinstance(section, dict):
-                report(key, f"is {section!r}; it must hold keys ({', '.join(x.name for x in fields(hint))})")
-                section = None
-            values[f.name] = _build(hint, section or {}, key + ".", report)
-        elif f.name in tree:
-            try:
-                values[f.name] = _read(hint, tree[f.name])
-                continue
-            except _Unfit as unfit:
-                report(key + unfit.where, str(unfit))
-                report_as_faulty(report, key, unfit)
-        elif f.default is MISSING and f.default_factory is MISSING:
-            report(key, f"is missing: {_first_sentence(kind, f.name)}")
-    return values
+def _locate_inputs(config: Config, folder: Path, faulty: set[str]) -> list[str]:
+    """Make the paths of inputs absolute, looking beside the config file too; returns what was not found anywhere."""
+    problems = []
+
+    def locate(key: str, path: str) -> str:
+        if path.startswith(("hub:", "package:")):
+            return path
+        for candidate in (Path(path).expanduser(), folder / path):
+            if candidate.exists():
+                return os.path.abspath(candidate)
+        # What is no file may still name a model on the hub.
+        if key in _FILES or path.startswith(("/", ".", "~")) or path.endswith(".gguf"):
+            problems.append(f"{key} names {path}, which is neither in the working directory nor beside the config file")
+        return path
+
+    for key in (*_FILES, "target.model", "drafter.init_from"):
+        section, name = key.split(".")
+        value = _get(config, key)
+        if value and key not in faulty:
+            found = [locate(key, path) for path in value] if isinstance(value, list) else locate(key, value)
+            setattr(getattr(config, section), name, found)
+    return problems
+
+
+def _get(config: Config, key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+_FILES = ("data.train", "data.eval", "target.config")
+
+
+# --- the target's side ------------------------------------------------------------------------------------------------
+
+
+def text_config(target_config: Any) -> Any:
+    """The language model's part of a target's config, itself an object with attributes or a dict."""
+    return lookup(target_config, "text_config") or target_config
+
+
+def lookup(target_config: Any, key: str) -> Any:
+    """A value of a target's config, or None. Not through ``to_dict()``: older models map their own names to these."""
+    return target_config.get(key) if isinstance(target_config, Mapping) else getattr(target_config, key, None)
+
+
+def read_target_config(path: str | Path) -> dict[str, Any]:
+    """The language model's part of a config.json.
+
+    Raises:
+        ConfigError: the file cannot be read or is no JSON object.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError([f"target.config {path} cannot be read as JSON: {error}"]) from None
+    if not isinstance(content, dict):
+        raise ConfigError([f"target.config {path} must hold a JSON object"])
+    found: dict[str, Any] = text_config(content)
+    return found
+
+
+def default_context_layers(num_layers: int, label_layer: int, count: int = 5) -> list[int]:
+    """The published drafters' formula: from layer 1 to the third last, evenly; fewer where the target is shallow."""
+    count = min(count, num_layers - 3)
+    if count < 2:
+        spread = [min(num_layers // 2, num_layers - 2)]
+    else:
+        spread = [round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)]
+    return [layer for layer in spread if layer >= 0 and layer != label_layer]
+
+
+def resolve(config: Config, target_config: Any) -> Config:
+    """A copy without nulls to derive: context layers, the drafter's shape, gamma and cache folder are filled in.
+
+    Args:
+        target_config: the target's config, a transformers object or a dict.
+
+    Raises:
+        ConfigError: listing everything that does not fit this target.
+    """
+    known = text_config(target_config)
+    t, d, problems = config.target, config.drafter, []
+    absent = [
+        key
+        for key in ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
+        if not lookup(known, key)
+    ]
+    if absent:
+        raise ConfigError([f"target.model {t.model} has a config without {', '.join(absent)}; use a decoder"])
+
+    depth, vocabulary, longest = (
+        lookup(known, k) for k in ("num_hidden_layers", "vocab_size", "max_position_embeddings")
+    )
+    label = depth - 1 if t.label_layer == "final" else int(t.label_layer)
+    layers = t.context_layers if t.context_layers is not None else default_context_layers(depth, label)
+    if label >= depth:
+        problems.append(f"target.label_layer is {label}; the target's layers are 0 to {depth - 1}")
+    if beyond := [layer for layer in layers if layer >= depth]:
+        problems.append(f"target.context_layers has {beyond}; the target's layers are 0 to {depth - 1}")
+    if label in layers:
+        problems.append(
+            f"target.context_layers lists {label}, which is target.label_layer {t.label_layer} of this target; "
+            "fc must never see the layer that makes the labels: remove it from the list"
+        )
+    if not layers:
+        problems.append(f"target.context_layers is empty; of {depth} layers none is left beside the label layer")
+    if d.mask_token_id >= vocabulary:
+        problems.append(f"drafter.mask_token_id is {d.mask_token_id}; the target's vocabulary ends at {vocabulary - 1}")
+    if longest and config.data.max_length > longest:
+        problems.append(f"data.max_length is {config.data.max_length}; the target reads at most {longest} tokens")
+
+    heads = d.num_attention_heads or lookup(known, "num_attention_heads")
+    shape: dict[str, Any] = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": d.num_key_value_heads or lookup(known, "num_key_value_heads") or heads,
+        "head_dim": d.head_dim
+        or lookup(known, "head_dim")
+        or lookup(known, "hidden_size") // lookup(known, "num_attention_heads"),
+        "intermediate_size": d.intermediate_size or lookup(known, "intermediate_size"),
+        "rope_theta": d.rope_theta or _rope_theta(known),
+        "layer_types": d.layer_types or ["full_attention"] * d.num_hidden_layers,
+    }
+    problems += [
+        f"drafter.{k} is null and the target has none to take over; set it" for k, v in shape.items() if v is None
+    ]
+    for problem in (heads_share_evenly(heads, shape["num_key_value_heads"]), head_dim_is_even(shape["head_dim"])):
+        problems += [problem] if problem else []
+    if problems:
+        raise ConfigError(problems)
+    return replace(
+        config,
+        target=replace(t, context_layers=layers),
+        drafter=replace(d, **shape),
+        data=replace(config.data, cache_dir=str(Path(config.data.cache_dir or "~/.cache/dflash").expanduser())),
+        train=replace(config.train, gamma=config.train.gamma or default_gamma(d.block_size)),
+    )
+
+
+def _rope_theta(known: Any) -> float | None:
+    """Of the full-attention layers: transformers 5 has it in ``rope_parameters``, by layer type where they differ."""
+    parameters = lookup(known, "rope_parameters") or {}
+    theta = parameters.get("full_attention", parameters).get("rope_theta") or lookup(known, "rope_theta")
+    return None if theta is None else float(theta)
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Plain values, section by section, in the order of the dataclasses."""
+    return asdict(config)
+
+
+def dump_yaml(config: Config, path: str | Path, header_comment: str = "") -> None:
+    """Write a file that :func:`load_config` reads back as an equal config."""
+    header = "".join(f"# {line}\n" for line in header_comment.splitlines())
+    Path(path).write_text(header + strict_yaml.dump(to_dict(config)), encoding="utf-8")
