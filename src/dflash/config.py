@@ -134,7 +134,7 @@ class TrainConfig:
     tokens_per_batch: Count = 16384
     """Token budget of a batch: whole sequences whose lengths sum to at most this."""
     anchors_per_batch: Count = 512
-    """Blocks trained per batch, shared among its sequences. They cost the drafter alone: the knob that balances both."""
+    """Blocks trained per batch, shared among its sequences. They cost the drafter alone: the knob to balance both."""
     gamma: Positive | None = None
     """Decay of the loss weight over a block, ``exp(-(k - 1) / gamma)``. Null: :func:`default_gamma`."""
 

@@ -24,7 +24,7 @@ Report = Callable[[str, str], None]
 _SCALARS = {
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    "int": (r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789")),
+    "int": (r"[-+]?[0-9]{1,400}", list("-+0123456789")),
     "float": (
         r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
         list("-+.0123456789"),
@@ -66,6 +66,9 @@ class _Dumper(yaml.SafeDumper):
 for _tag, (_pattern, _first) in _SCALARS.items():
     for _kind in (_Loader, _Dumper):
         _kind.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _first)
+
+# PyYAML reads 010 as octal 8.
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
 
 
 def load(text: str) -> tuple[Any, list[str]]:

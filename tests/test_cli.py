@@ -1,0 +1,139 @@
+"""The command: help with an example, exit codes, errors as one sentence on stderr, a dry run that leaves nothing."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+import dflash
+from dflash import cli
+from dflash.config import Config, ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+MISSION = ROOT / "configs" / "qwen27b.yaml"
+
+
+class OwnError(ValueError):
+    __module__ = "dflash.data.tokenize"
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Stands for dflash.train.launch and dflash.target.model: records the calls, returns or raises ``outcome``."""
+    seen = SimpleNamespace(calls=[], outcome=0)
+
+    def record(*args: Any) -> int:
+        seen.calls.append(args)
+        if isinstance(seen.outcome, BaseException):
+            raise seen.outcome
+        return seen.outcome
+
+    launch, model = ModuleType("dflash.train.launch"), ModuleType("dflash.target.model")
+    launch.__dict__.update(train=record, resume=record)
+
+    def no_network(name: str, revision: str | None) -> Any:
+        raise OSError(f"{name} cannot be reached")
+
+    model.__dict__.update(load_target_config=no_network)
+    import dflash.target
+    import dflash.train
+
+    monkeypatch.setattr(dflash.train, "launch", launch, raising=False)
+    monkeypatch.setitem(sys.modules, "dflash.train.launch", launch)
+    monkeypatch.setitem(sys.modules, "dflash.target.model", model)
+    return seen
+
+
+@pytest.fixture
+def ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the data that the mission's recipe asks for."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("train", "eval"):
+        path = tmp_path / "data" / f"{name}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", ["train", "resume"])
+def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main([command, "--help"])
+    assert stop.value.code == 0
+    assert f"example:\n  dflash {command} " in capsys.readouterr().out
+
+
+def test_version_and_bad_command_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, code in ([["--version"], 0], [[], 2], [["fly"], 2], [["train"], 2], [["train", "x.yaml", "--fast"], 2]):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(argv)
+        assert stop.value.code == code
+    assert dflash.__version__ in capsys.readouterr().out
+
+
+def test_dry_run_of_the_mission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No weights, no GPU, no network, no data yet, from any folder: the plan is printed and nothing is created."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", str(MISSION), "--dry-run", "train.epochs=3"]) == 0
+    out, err = capsys.readouterr()
+    for words in ("epochs: 3", "gamma: 7.0", "rope_theta: 10000000.0", "26.896 billion", "1.730 billion"):
+        assert words in out
+    for words in ("target replica 5", "drafter 0", "memory of a target replica", "cuda:6", "checkpoints"):
+        assert words in out
+    assert [line.split()[:4] for line in err.splitlines()] == [
+        ["dflash:", "warning:", key, "names"] for key in ("data.train", "data.eval")
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_train_hands_over_a_resolved_config(ready: Path, launched: SimpleNamespace) -> None:
+    launched.outcome = 3
+    assert cli.main(["train", str(MISSION), "seed=7"]) == 3  # the hub is out of reach: target.config stands in
+    ((config,),) = launched.calls
+    assert isinstance(config, Config)
+    assert (config.seed, config.train.gamma, config.drafter.rope_theta) == (7, 7.0, 1e7)
+    assert config.data.train == [str(ready / "data" / "train.jsonl")]
+
+
+def test_train_refuses_missing_data_and_unknown_targets(
+    ready: Path, launched: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", str(MISSION), "data.train=[nowhere.jsonl]"]) == 2
+    assert "data.train names nowhere.jsonl" in capsys.readouterr().err
+    assert cli.main(["train", str(MISSION), "target.config=null"]) == 1
+    assert capsys.readouterr().err == "dflash: error: Qwen/Qwen3.6-27B cannot be reached\n"
+    assert launched.calls == []
+
+
+def test_resume_passes_overrides_on(launched: SimpleNamespace) -> None:
+    assert cli.main(["resume", "runs/x", "log.every=2"]) == 0
+    assert launched.calls == [(Path("runs/x"), ["log.every=2"])]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "lines"),
+    [
+        (ConfigError(["a is 1", "b is 2"]), 2, ["dflash: error: a is 1", "dflash: error: b is 2"]),
+        (OwnError("row 7:\n  no text"), 1, ["dflash: error: row 7: no text"]),
+        (OSError(28, "No space left on device", "x"), 1, ["dflash: error: [Errno 28] No space left on device: 'x'"]),
+        (KeyboardInterrupt(), 130, ["dflash: error: interrupted"]),
+    ],
+)
+def test_expected_errors_are_sentences(
+    launched: SimpleNamespace, capsys: pytest.CaptureFixture[str], error: BaseException, code: int, lines: list[str]
+) -> None:
+    launched.outcome = error
+    assert cli.main(["resume", "runs/x"]) == code
+    assert capsys.readouterr().err.splitlines() == lines
+
+
+def test_unexpected_errors_keep_their_traceback(launched: SimpleNamespace) -> None:
+    launched.outcome = ValueError("a bug")
+    with pytest.raises(ValueError, match="a bug"):
+        cli.main(["resume", "runs/x"])
