@@ -124,9 +124,10 @@ def test_one_device_holds_one_copy_of_embedding_and_head() -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     ("shape", "tokens", "blocks"),
+    # No number of slots or tokens equals a width: weights are told from activations by their shape.
     [
-        (dict(hidden_size=96, intermediate_size=320), 64, 12),
-        (dict(num_attention_heads=12, num_key_value_heads=4), 200, 5),
+        (dict(hidden_size=96, intermediate_size=320), 72, 13),
+        (dict(hidden_size=144, num_attention_heads=6, num_key_value_heads=6), 200, 5),
     ],
 )
 def test_drafter_activations_are_what_autograd_keeps(
@@ -134,12 +135,13 @@ def test_drafter_activations_are_what_autograd_keeps(
 ) -> None:
     target = transformers.LlamaConfig(**(SHAPE | shape))
     train = TrainConfig(tokens_per_batch=tokens, anchors_per_batch=blocks)
-    config = tiny_config(target, target=TargetConfig(model="tiny", dtype=dtype), train=train)
+    cpu = PlacementConfig(target=["cpu"], drafter=["cpu"])
+    config = tiny_config(target, target=TargetConfig(model="tiny", dtype=dtype), train=train, placement=cpu)
     drafter, slots, width = tiny_drafter(config, target), blocks * config.drafter.block_size, target.hidden_size
     kind = getattr(torch, dtype)
     embeds, context = torch.randn(1, slots, width, dtype=kind), torch.randn(1, tokens, 5 * width, dtype=kind)
     mask = torch.ones(1, 1, slots, tokens + slots, dtype=torch.bool)
-    given = {t.untyped_storage().data_ptr() for t in (*drafter.parameters(), context, mask)}
+    given = {t.untyped_storage().data_ptr() for t in (*drafter.parameters(), context)}
     weights = {s for p in drafter.parameters() for s in (tuple(p.shape), tuple(p.shape[::-1]))}
     kept: dict[int, Any] = {}
 

@@ -164,7 +164,8 @@ def _drafter_activations(config: Config, known: Any) -> Need:
     per_layer = slots * (per_width * width + per_head * (query + key) + per_inner * inner) + per_head * tokens * key
     kept = d.num_hidden_layers * per_layer + (8 * tokens + 4 * slots) * width + per_head * (tokens + slots) * head_dim
     if config.placement.drafter[0].endswith("cpu"):
-        kept += len(set(d.layer_types or ())) * slots * (tokens + slots)  # dense masks, where GPUs have block masks
+        # Dense masks where GPUs have block masks: a bool one per layer type, and each layer's as numbers to add.
+        kept += (len(set(d.layer_types or ())) + size * d.num_hidden_layers) * slots * (tokens + slots)
     return Need("activations of the drafter", kept + slots * (3 * inner + 4 * width) * size)
 
 
