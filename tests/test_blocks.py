@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash.model.blocks import GAMMA, default_gamma, make_blocks, slot_weights
+from dflash.model.blocks import make_blocks, slot_weights
 from dflash.model.mask import UNUSED_BLOCK
 
 MASK = 99
@@ -87,7 +87,6 @@ def test_a_block_never_counts_slots_of_the_next_sequence_even_if_all_is_supervis
 
 
 def test_slot_weights_are_the_papers():
-    assert GAMMA == {16: 7.0, 10: 5.0, 8: 4.0} and [default_gamma(k) for k in (16, 10, 8)] == [7.0, 5.0, 4.0]
     weights = slot_weights(16, 7.0)
     assert weights.dtype == torch.float32 and weights.shape == (15,)
     for k in range(1, 16):

@@ -38,7 +38,14 @@ def training_pass(drafter, embed, data, anchors):
     ids, labels, mask, seq, pos, context = data
     blocks = make_blocks(ids, labels, mask, seq, pos, torch.tensor(anchors), K, MASK)
     masks = attention_masks(
-        drafter.config.layer_types, drafter.config.sliding_window, K, seq, pos, blocks.seq_N, blocks.anchor_pos_N, flex=False
+        drafter.config.layer_types,
+        drafter.config.sliding_window,
+        K,
+        seq,
+        pos,
+        blocks.seq_N,
+        blocks.anchor_pos_N,
+        flex=False,
     )
     out = drafter(
         noise_embeds=embed[blocks.input_ids_NK.flatten()][None],
@@ -83,7 +90,9 @@ def reference_block(drafter, embed, ids, context, a):
                 scores, values = [], []
                 for j, (position, source) in enumerate(keys):
                     in_block = j >= a
-                    if kind == "sliding_attention" and ((in_block and j - a > k) or (not in_block and position <= a + k - WINDOW)):
+                    if kind == "sliding_attention" and (
+                        (in_block and j - a > k) or (not in_block and position <= a + k - WINDOW)
+                    ):
                         continue
                     key = norm(source @ w[p + "self_attn.k_proj.weight"].T[:, cols], w[p + "self_attn.k_norm.weight"])
                     scores.append(q @ rope(key, position) / d**0.5)
@@ -136,7 +145,9 @@ def test_gradients_reach_every_parameter_and_nothing_else():
     assert embed.grad is None
 
 
-@pytest.mark.parametrize("kinds", [("full_attention",) * 2, ("sliding_attention", "full_attention"), ("sliding_attention",) * 2])
+@pytest.mark.parametrize(
+    "kinds", [("full_attention",) * 2, ("sliding_attention", "full_attention"), ("sliding_attention",) * 2]
+)
 def test_decoding_with_transformers_cache_equals_the_training_pass(kinds):
     """Round after round: context arrives in pieces, the block is cropped, sliding layers drop what left the window."""
     cache_class = pytest.importorskip("transformers.cache_utils", reason="").__dict__.get("DFlashCache")
@@ -174,14 +185,20 @@ def test_saved_folder_is_a_published_drafter(tmp_path):
     per_layer = [f"self_attn.{x}_proj.weight" for x in "qkvo"] + [f"self_attn.{x}_norm.weight" for x in "qk"]
     per_layer += [f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")]
     per_layer += ["input_layernorm.weight", "post_attention_layernorm.weight"]
-    assert names == {f"layers.{i}.{x}" for i in range(5) for x in per_layer} | {"fc.weight", "hidden_norm.weight", "norm.weight"}
+    assert names == {f"layers.{i}.{x}" for i in range(5) for x in per_layer} | {
+        "fc.weight",
+        "hidden_norm.weight",
+        "norm.weight",
+    }
     assert len(names) == 58
     assert {n for n, _ in drafter.named_buffers()} == set()
     back, info = DFlashDraftModel.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.get(key) for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     embed, data = torch.randn(50, 32), batch()
     with torch.no_grad():
-        assert torch.equal(training_pass(back.eval(), embed, data, [5, 20]), training_pass(drafter, embed, data, [5, 20]))
+        assert torch.equal(
+            training_pass(back.eval(), embed, data, [5, 20]), training_pass(drafter, embed, data, [5, 20])
+        )
     config = back.config
     assert (config.block_size, config.mask_token_id, config.target_layer_ids) == (K, MASK, [0, 2])
     assert config.dflash_config == {"block_size": K, "mask_token_id": MASK, "target_layer_ids": [0, 2]}

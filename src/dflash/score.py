@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +27,20 @@ class Borrowed(Protocol):
     def head_weight(self) -> Tensor: ...
     @property
     def head_bias(self) -> Tensor | None: ...
+
+
+def anchor_rows(rows: np.ndarray, budget: int, device: torch.device) -> Tensor:
+    """int64 [N] anchors on the device: as many as given on a CPU, padded with unused blocks to the budget on a GPU.
+
+    Compiled attention wants one shape; on a CPU nothing is compiled and padding would only be work.
+    """
+    fill = max(budget - len(rows), 0) if device.type == "cuda" else 0
+    return torch.from_numpy(np.concatenate([rows, np.full(fill, -1)]).astype(np.int64)).to(device)
+
+
+def padded_tokens(budget: int, device: torch.device) -> int | None:
+    """The static number of packed tokens on a GPU; None (no padding) on a CPU, for the reason above."""
+    return budget if device.type == "cuda" else None
 
 
 @dataclass

@@ -21,7 +21,7 @@ import torch
 
 from dflash.metrics import streaks
 from dflash.model import DFlashDraftModel, slot_weights
-from dflash.score import score_blocks
+from dflash.score import anchor_rows, padded_tokens, score_blocks
 
 if TYPE_CHECKING:
     from dflash.target.model import Target
@@ -93,6 +93,7 @@ def walk(
             [np.array(answers[i].prompt + answers[i].answer) for i in group],
             [np.array([False] * len(answers[i].prompt) + [True] * len(answers[i].answer)) for i in group],
             group,
+            padded_tokens(tokens_per_batch, device),
         )
         rows = [
             row
@@ -101,10 +102,10 @@ def walk(
         ]
         for start in range(0, len(rows), anchors_per_batch):
             part = rows[start : start + anchors_per_batch]
-            anchors = torch.tensor(part, device=device)
+            anchors = anchor_rows(np.array(part), anchors_per_batch, device)
             scored = score_blocks(drafter, target, features, features.context, anchors, weight)
             run = streaks(scored.rank_NJ == 0, scored.blocks.on_path_NJ).tolist()
-            for row, length in zip(part, run, strict=True):
+            for row, length in zip(part, run, strict=False):  # padded blocks come last
                 b = int(np.searchsorted(features.bounds, row, side="right")) - 1
                 streak_at[group[b]][row - features.bounds[b]] = length
     return Walk(

@@ -1,6 +1,6 @@
 """The drafter and its geometry; importable in a notebook, with nothing of training behind it."""
 
-from dflash.model.blocks import Blocks, default_gamma, make_blocks, slot_weights
+from dflash.model.blocks import Blocks, make_blocks, slot_weights
 from dflash.model.config import DFlashConfig
 from dflash.model.drafter import DFlashDraftModel
 from dflash.model.mask import attention_masks
@@ -10,7 +10,6 @@ __all__ = [
     "DFlashConfig",
     "DFlashDraftModel",
     "attention_masks",
-    "default_gamma",
     "make_blocks",
     "slot_weights",
 ]

@@ -14,16 +14,10 @@ from torch import Tensor
 
 from dflash.model.mask import UNUSED_BLOCK
 
-GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}  # decay constants of the DFlash paper (arXiv 2602.06036, A.1)
-
-
-def default_gamma(block_size: int) -> float:
-    """The paper's decay constant; between and beyond its three sizes half a slot per slot, the slope of its 8 -> 10."""
-    return GAMMA.get(block_size, max(1.0, block_size / 2))
-
 
 def slot_weights(block_size: int, gamma: float, device: torch.device | str | None = None) -> Tensor:
-    """fp32 [K-1]: ``w_k = exp(-(k - 1) / gamma)``, k = 1 .. K-1. An early miss costs all later slots of the block."""
+    """fp32 [K-1]: ``w_k = exp(-(k - 1) / gamma)``, k = 1 .. K-1. An early miss costs all later slots of the block
+    (DFlash paper, arXiv 2602.06036, A.1)."""
     return torch.exp(-torch.arange(block_size - 1, dtype=torch.float32, device=device) / gamma)
 
 

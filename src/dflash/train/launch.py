@@ -18,6 +18,7 @@ from dflash.data.batches import Batch, BatchPlan
 from dflash.data.tokenize import TokenData, decode_example, load_data, load_prompts, summary
 from dflash.decode.evaluate import load_or_generate
 from dflash.model import DFlashConfig, DFlashDraftModel
+from dflash.score import padded_tokens
 from dflash.target.features import TargetFeatures
 from dflash.target.model import Target, load_target, load_tokenizer
 from dflash.target.store import FeatureStore
@@ -174,7 +175,7 @@ def new_drafter(config: Config, target_config: Any) -> DFlashDraftModel:
 def feature_source(config: Config, data: TokenData, target: Target) -> Callable[[Batch], TargetFeatures]:
     """Where a batch's features come from: the target itself, or the folder it filled before step 1."""
     device = target.device
-    pad_to = config.train.tokens_per_batch if device.type == "cuda" else None
+    pad_to = padded_tokens(config.train.tokens_per_batch, device)
     if config.data.features is None:
 
         def online(batch: Batch) -> TargetFeatures:

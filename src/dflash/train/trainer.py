@@ -17,7 +17,7 @@ from dflash.data.batches import Batch, sample_anchors
 from dflash.decode.evaluate import Answer, walk
 from dflash.metrics import add_sums, divide, pooled_sums
 from dflash.model import DFlashDraftModel, slot_weights
-from dflash.score import score_blocks
+from dflash.score import anchor_rows, score_blocks
 from dflash.train import checkpoint
 from dflash.train.checkpoint import Checkpoints, Progress
 from dflash.train.log import Clock, MetricsLog, log
@@ -66,7 +66,6 @@ class Trainer:
     def __post_init__(self) -> None:
         c = self.config
         self.device = self.drafter.device
-        self.static_shapes = self.device.type == "cuda"  # for the compiler; on a CPU padding is only work
         self.feature_clock = Clock(self.device)
         self.slot_weight = slot_weights(self.drafter.config.block_size, c.train.gamma, self.device)
         self.autocast = torch.autocast(
@@ -124,18 +123,15 @@ class Trainer:
         return learning_rate(step, self.plan.total, self.config.train.learning_rate, self.config.train.warmup_ratio)
 
     def anchors(self, batch: Batch, features: TargetFeatures) -> tuple[Tensor, int]:
-        """int64 [N] rows of the batch's anchors in row order (neighbours share keys: fewer attention tiles), and how many
-        positions were eligible. Padded with -1 to the budget where shapes must be static."""
+        """Rows of the batch's anchors, in row order (neighbours share keys: fewer attention tiles), and how many positions
+        were eligible."""
         rows = [
             features.bounds[b]
             + sample_anchors(self.config.seed, batch.epoch, int(sample), self.data.sample(int(sample))[1], int(count))
             for b, (sample, count) in enumerate(zip(batch.samples, batch.anchors, strict=True))
         ]
-        flat = np.concatenate(rows)
-        if self.static_shapes:
-            flat = np.concatenate([flat, np.full(self.config.train.anchors_per_batch - len(flat), -1)])
-        eligible = int(self.data.eligible[batch.samples].sum())
-        return torch.from_numpy(flat.astype(np.int64)).to(self.device, non_blocking=True), eligible
+        budget = self.config.train.anchors_per_batch
+        return anchor_rows(np.concatenate(rows), budget, self.device), int(self.data.eligible[batch.samples].sum())
 
     # ---- the run -------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,131 @@
+"""The exact walk: against a loop, against the training code's streaks, and against decoding live."""
+
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from test_trainer import batch, rows, trainer
+from tiny import tiny_llama, tiny_qwen3, tiny_qwen35
+
+from dflash.decode.evaluate import Answer, Walk, accept_points, load_or_generate, walk
+from dflash.target.model import Target
+
+
+@cache
+def learned(make, kinds):
+    """A drafter that drafts something: fitted for a moment to the target's own greedy answers."""
+    tmp_path = Path(tempfile.gettempdir())  # nothing is written: the run never saves
+    module = make(0)
+    borrowed = Target.from_module(module, None, [0, 2], "final")
+    prompts = [np.random.default_rng(s).integers(10, 100, 5 + s % 3).tolist() for s in range(6)]
+    answers = [
+        Answer(f"p:{i}", p, a) for i, (p, a) in enumerate(zip(prompts, borrowed.greedy(prompts, 40, 3), strict=True))
+    ]
+    data = rows([(1, 1)])
+    data.rows = [
+        (np.array(a.prompt + a.answer), np.array([0] * len(a.prompt) + [1] * len(a.answer), bool)) for a in answers
+    ]
+    data.lengths = np.array([len(i) for i, _ in data.rows])
+    data.eligible = np.array([len(a.answer) - 1 for a in answers])
+    usable = [i for i, a in enumerate(answers) if len(a.answer) > 2]
+    step = batch(0, usable, [len(answers[i].answer) - 1 for i in usable])
+    t = trainer(tmp_path, data, [[step]] * 60, target=module, lr=3e-3, kinds=kinds)
+    for s in range(1, 61):
+        t.one_step(s)
+    return t, module, answers
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen35])
+@pytest.mark.parametrize("kinds", [("full_attention",), ("sliding_attention", "full_attention")])
+def test_walk_equals_a_walk_that_drafts_one_block_at_a_time(make, kinds):
+    t, module, answers = learned(make, kinds)
+    got = walk(t.drafter, t.target, answers, tokens_per_batch=60, anchors_per_batch=7)
+    whole = walk(t.drafter, t.target, answers, tokens_per_batch=10_000, anchors_per_batch=10_000)
+    assert got.rounds == whole.rounds  # how it is batched changes nothing
+    embed, head = module.get_input_embeddings(), module.get_output_embeddings()
+    for answer, rounds in zip(answers, got.rounds, strict=True):
+        ids = torch.tensor(answer.prompt + answer.answer)
+        with torch.no_grad():
+            out = module(ids[None], output_hidden_states=True)
+            context = torch.cat([out.hidden_states[1], out.hidden_states[3]], dim=-1)
+            choice = out.logits[0].argmax(-1)
+            position, want = len(answer.prompt), []
+            while position < len(ids) - 1:
+                block = torch.tensor([int(ids[position]), 5, 5, 5])
+                hidden = t.drafter(
+                    noise_embeds=embed(block)[None], context_hidden_states=context[:, :position],
+                    position_ids=torch.arange(position + 4)[None],
+                ).last_hidden_state[0]  # fmt: skip
+                drafted, streak = head(hidden).argmax(-1), 0
+                while streak < 3 and position + streak + 1 < len(ids):
+                    if drafted[streak + 1] != choice[position + streak]:
+                        break
+                    streak += 1
+                want.append(streak + 1)
+                position += streak + 1
+        assert rounds == want
+    assert got.summary()["accepted_length"] > 1.05  # the comparison was about something
+
+
+@pytest.mark.skipif(
+    tuple(int(x) for x in transformers.__version__.split(".")[:2]) < (5, 24),
+    reason="transformers decodes DFlash from 5.24 on",
+)
+@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3])
+@pytest.mark.parametrize("kinds", [("full_attention",), ("sliding_attention", "full_attention")])
+def test_live_decoding_is_lossless_and_accepts_what_the_walk_says(make, kinds):
+    """transformers' own loop with our drafter as its assistant_model: same tokens as plain greedy, same rounds as the walk."""
+    t, module, answers = learned(make, kinds)
+    rounds = walk(t.drafter, t.target, answers, 1000, 100).rounds
+    compared = 0
+    for answer, expected in zip(answers, rounds, strict=True):
+        anchors = []
+        handle = t.drafter.register_forward_pre_hook(
+            lambda module, args, kwargs, anchors=anchors: anchors.append(int(kwargs["position_ids"][0, -4])),
+            with_kwargs=True,
+        )
+        out = module.generate(
+            torch.tensor([answer.prompt]), attention_mask=torch.ones(1, len(answer.prompt), dtype=torch.long),
+            assistant_model=t.drafter, speculation_type="dflash", max_new_tokens=40, do_sample=False,
+        )[0, len(answer.prompt) :].tolist()  # fmt: skip
+        handle.remove()
+        assert out == answer.answer
+        live = np.diff(anchors).tolist()
+        assert live == expected[: len(live)]
+        compared += len(live)
+    assert compared > 30
+
+
+def test_accept_points_equal_a_loop():
+    g = np.random.default_rng(0)
+    for _ in range(50):
+        streak = g.integers(0, 5, 30)
+        prompt = int(g.integers(1, 28))
+        want, p = [], prompt
+        while p < 29:
+            want.append(streak[p] + 1)
+            p += streak[p] + 1
+        assert accept_points(streak, prompt) == want
+    assert accept_points(np.zeros(6, int), 5) == []  # an answer of one token: prefill gave it, no round
+
+
+def test_summary_pools_over_rounds_and_names_the_other_mean():
+    out = Walk([[1, 1, 4], [2], []], block_size=4).summary()
+    assert out["accepted_length"] == pytest.approx(2.0) and out["accepted_length_per_prompt"] == pytest.approx(2.0)
+    assert (out["rounds"], out["prompts"]) == (4, 2)
+    assert [out[f"accepted_at{k}"] for k in (1, 2, 3)] == [0.5, 0.25, 0.25]
+
+
+def test_answers_are_generated_once_and_read_back(tmp_path):
+    module = tiny_llama(0)
+    target = Target.from_module(module, None, [0, 2], "final")
+    prompts = [type("P", (), {"ids": np.array([11, 12, 13]), "origin": "p:1"})()]
+    path = tmp_path / "answers.jsonl"
+    first = load_or_generate(path, target, prompts, 6, 2)
+    target.greedy = None  # a second generation would fail
+    assert load_or_generate(path, target, prompts, 6, 2) == first
+    assert first[0].prompt == [11, 12, 13] and 1 <= len(first[0].answer) <= 6
