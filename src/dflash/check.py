@@ -107,7 +107,9 @@ def roles(config: Config, target_config: Any) -> list[Role]:
     p, known = config.placement, text_config(target_config)
     features = config.train.tokens_per_batch * feature_bytes_per_token(config, target_config)
     weights = Need("weights of the target", target_parameters(known) * _itemsize(config))
-    logits = Need("logits in chunks", CHUNKS_ALIVE * LOGITS_CHUNK_BYTES)
+    rows = max(config.train.tokens_per_batch, config.train.anchors_per_batch * config.drafter.block_size)
+    logits_bytes = CHUNKS_ALIVE * min(LOGITS_CHUNK_BYTES, 4 * rows * lookup(known, "vocab_size"))
+    logits = Need("logits in chunks", logits_bytes)
     capture, train = _target_activations(config, known), _drafter_activations(config, known)
     trained = _trained_state(config, known)
     if p.target == p.drafter and len(p.target) == 1:
