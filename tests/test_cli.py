@@ -11,10 +11,11 @@ import pytest
 
 import dflash
 from dflash import cli
-from dflash.config import Config, ConfigError
+from dflash.config import Config, ConfigError, read_target_config
 
 ROOT = Path(__file__).resolve().parent.parent
 MISSION = ROOT / "configs" / "qwen27b.yaml"
+TARGET = ROOT / "configs" / "targets" / "qwen3.6-27b.json"
 
 
 class OwnError(ValueError):
@@ -23,8 +24,8 @@ class OwnError(ValueError):
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Stands for dflash.train.launch and dflash.target.model: records the calls, returns or raises ``outcome``."""
-    seen = SimpleNamespace(calls=[], outcome=0)
+    """Stands for dflash.train.launch and dflash.target.load: records the calls, returns or raises ``outcome``."""
+    seen = SimpleNamespace(calls=[], outcome=0, target=read_target_config(TARGET))
 
     def record(*args: Any) -> int:
         seen.calls.append(args)
@@ -32,19 +33,18 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             raise seen.outcome
         return seen.outcome
 
-    launch, model = ModuleType("dflash.train.launch"), ModuleType("dflash.target.model")
+    def load_target_config(name: str, revision: str | None) -> Any:
+        if seen.target is None:
+            raise OwnError(f"{name} cannot be reached")
+        return seen.target
+
+    launch, load = ModuleType("dflash.train.launch"), ModuleType("dflash.target.load")
     launch.__dict__.update(train=record, resume=record)
 
-    def no_network(name: str, revision: str | None) -> Any:
-        raise OSError(f"{name} cannot be reached")
-
-    model.__dict__.update(load_target_config=no_network)
-    import dflash.target
-    import dflash.train
-
-    monkeypatch.setattr(dflash.train, "launch", launch, raising=False)
+    load.__dict__.update(load_target_config=load_target_config)
+    monkeypatch.setattr("dflash.train.launch", launch, raising=False)
     monkeypatch.setitem(sys.modules, "dflash.train.launch", launch)
-    monkeypatch.setitem(sys.modules, "dflash.target.model", model)
+    monkeypatch.setitem(sys.modules, "dflash.target.load", load)
     return seen
 
 
@@ -94,7 +94,7 @@ def test_dry_run_of_the_mission(
 
 def test_train_hands_over_a_resolved_config(ready: Path, launched: SimpleNamespace) -> None:
     launched.outcome = 3
-    assert cli.main(["train", str(MISSION), "seed=7"]) == 3  # the hub is out of reach: target.config stands in
+    assert cli.main(["train", str(MISSION), "seed=7"]) == 3
     ((config,),) = launched.calls
     assert isinstance(config, Config)
     assert (config.seed, config.train.gamma, config.drafter.rope_theta) == (7, 7.0, 1e7)
@@ -106,7 +106,8 @@ def test_train_refuses_missing_data_and_unknown_targets(
 ) -> None:
     assert cli.main(["train", str(MISSION), "data.train=[nowhere.jsonl]"]) == 2
     assert "data.train names nowhere.jsonl" in capsys.readouterr().err
-    assert cli.main(["train", str(MISSION), "target.config=null"]) == 1
+    launched.target = None
+    assert cli.main(["train", str(MISSION)]) == 1
     assert capsys.readouterr().err == "dflash: error: Qwen/Qwen3.6-27B cannot be reached\n"
     assert launched.calls == []
 

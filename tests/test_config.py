@@ -202,6 +202,7 @@ def test_a_file_that_is_no_config(tmp_path: Path, content: str | bytes, words: s
 
 def test_missing_file_missing_keys_and_duplicates(smallest: Path) -> None:
     assert "does not exist" in problems_of(smallest.with_name("other.yaml"))[0]
+    assert "directory" in problems_of(smallest.parent)[0]
     smallest.write_text(SMALLEST + "train: {epochs: 1, epochs: 2}\nseed: 1\nseed: 2\n")
     assert [p.split()[0] for p in problems_of(smallest)] == ["train.epochs", "seed"]
     smallest.write_text("seed: 1")

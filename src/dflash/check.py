@@ -40,23 +40,18 @@ class Role:
         return sum(need.bytes for need in self.needs)
 
 
-def find_target_config(config: Config, prefer_file: bool) -> Any:
-    """The target's config: ``target.config`` if it is preferred or the model's own cannot be had, else the model's own.
+def find_target_config(config: Config, weights_needed: bool) -> Any:
+    """The target's config: for a dry run from ``target.config`` where that is given, else from the model itself.
 
     Raises:
-        OSError: the model is not at hand and ``target.config`` is null.
+        ConfigError: the file cannot be read.
+        TargetError: the model cannot be found or read.
     """
-    path = config.target.config
-    if path and prefer_file:
-        return read_target_config(path)
-    from dflash.target.model import load_target_config
+    if config.target.config and not weights_needed:
+        return read_target_config(config.target.config)
+    from dflash.target.load import load_target_config
 
-    try:
-        return load_target_config(config.target.model, config.target.revision)
-    except OSError:
-        if path:
-            return read_target_config(path)
-        raise
+    return load_target_config(config.target.model, config.target.revision)
 
 
 def drafter_parameters(config: Config, target_config: Any) -> int:

@@ -21,7 +21,7 @@ from dflash.strict_yaml import dump
 def train(args: argparse.Namespace) -> int:
     """Train a drafter, or with --dry-run say what that would take."""
     config = load_config(args.config, args.overrides, check_files=not args.dry_run)
-    target_config = check.find_target_config(config, prefer_file=args.dry_run)
+    target_config = check.find_target_config(config, weights_needed=not args.dry_run)
     config = resolve(config, target_config)
     if args.dry_run:
         for problem in missing_files(config):

@@ -44,7 +44,7 @@ class TargetConfig:
     revision: Text | None = None
     """Commit or tag on the hub. Null: the newest; the run's own config.yaml records which one that was."""
     config: Text | None = None
-    """The target's config.json, for ``--dry-run`` and for checks where the weights are not at hand."""
+    """The target's config.json, for a ``--dry-run`` where its weights are not at hand."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the frozen target. float32 turns the drafter's autocast off too."""
     context_layers: Annotated[list[Index], Bounds(least=1)] | None = None
@@ -222,7 +222,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), check_files: bo
         tree, problems = strict_yaml.load(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError([f"config file {path} does not exist"]) from None
-    except (strict_yaml.YAMLError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, strict_yaml.YAMLError) as error:
         raise ConfigError([f"config file {path} cannot be read as YAML: {' '.join(str(error).split())}"]) from None
     if not isinstance(tree, dict):
         raise ConfigError([f"config file {path} must hold keys: {', '.join(f.name for f in fields(Config))}"])
