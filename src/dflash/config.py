@@ -358,20 +358,53 @@ def resolve(config: Config, target_config: Any) -> Config:
         ConfigError: listing everything that does not fit this target.
     """
     known = text_config(target_config)
-    t, d, problems = config.target, config.drafter, []
-    absent = [
-        key
-        for key in ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
-        if not lookup(known, key)
+    needed = ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
+    if absent := [key for key in needed if not lookup(known, key)]:
+        raise ConfigError(
+            [f"target.model {config.target.model} has no {', '.join(absent)} in its config; use a decoder"]
+        )
+    depth, chosen = lookup(known, "num_hidden_layers"), config.target.label_layer
+    label = depth - 1 if chosen == "final" else int(chosen)
+    layers = config.target.context_layers
+    if layers is None:
+        layers = default_context_layers(depth, label)
+    shape = _drafter_shape(config.drafter, known)
+    problems = _misfits(config, known, layers, label)
+    problems += [
+        f"drafter.{k} is null and the target has none to take over; set it" for k, v in shape.items() if v is None
     ]
-    if absent:
-        raise ConfigError([f"target.model {t.model} has a config without {', '.join(absent)}; use a decoder"])
-
-    depth, vocabulary, longest = (
-        lookup(known, k) for k in ("num_hidden_layers", "vocab_size", "max_position_embeddings")
+    uneven = heads_share_evenly(shape["num_attention_heads"], shape["num_key_value_heads"])
+    problems += filter(None, (uneven, head_dim_is_even(shape["head_dim"])))
+    if problems:
+        raise ConfigError(problems)
+    return replace(
+        config,
+        target=replace(config.target, context_layers=layers),
+        drafter=replace(config.drafter, **shape),
+        data=replace(config.data, cache_dir=str(Path(config.data.cache_dir or "~/.cache/dflash").expanduser())),
+        train=replace(config.train, gamma=config.train.gamma or default_gamma(config.drafter.block_size)),
     )
-    label = depth - 1 if t.label_layer == "final" else int(t.label_layer)
-    layers = t.context_layers if t.context_layers is not None else default_context_layers(depth, label)
+
+
+def _drafter_shape(d: DrafterConfig, known: Any) -> dict[str, Any]:
+    """What the drafter's section leaves open, from the target; None where that has nothing either."""
+    target_heads = lookup(known, "num_attention_heads")
+    heads = d.num_attention_heads or target_heads
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": d.num_key_value_heads or lookup(known, "num_key_value_heads") or heads,
+        "head_dim": d.head_dim or lookup(known, "head_dim") or lookup(known, "hidden_size") // target_heads,
+        "intermediate_size": d.intermediate_size or lookup(known, "intermediate_size"),
+        "rope_theta": d.rope_theta or _rope_theta(known),
+        "layer_types": d.layer_types or ["full_attention"] * d.num_hidden_layers,
+    }
+
+
+def _misfits(config: Config, known: Any, layers: list[int], label: int) -> list[str]:
+    """What this target cannot provide."""
+    problems = []
+    t, mask, length = config.target, config.drafter.mask_token_id, config.data.max_length
+    depth, vocabulary = lookup(known, "num_hidden_layers"), lookup(known, "vocab_size")
     if label >= depth:
         problems.append(f"target.label_layer is {label}; the target's layers are 0 to {depth - 1}")
     if beyond := [layer for layer in layers if layer >= depth]:
@@ -383,36 +416,12 @@ def resolve(config: Config, target_config: Any) -> Config:
         )
     if not layers:
         problems.append(f"target.context_layers is empty; of {depth} layers none is left beside the label layer")
-    if d.mask_token_id >= vocabulary:
-        problems.append(f"drafter.mask_token_id is {d.mask_token_id}; the target's vocabulary ends at {vocabulary - 1}")
-    if longest and config.data.max_length > longest:
-        problems.append(f"data.max_length is {config.data.max_length}; the target reads at most {longest} tokens")
-
-    heads = d.num_attention_heads or lookup(known, "num_attention_heads")
-    shape: dict[str, Any] = {
-        "num_attention_heads": heads,
-        "num_key_value_heads": d.num_key_value_heads or lookup(known, "num_key_value_heads") or heads,
-        "head_dim": d.head_dim
-        or lookup(known, "head_dim")
-        or lookup(known, "hidden_size") // lookup(known, "num_attention_heads"),
-        "intermediate_size": d.intermediate_size or lookup(known, "intermediate_size"),
-        "rope_theta": d.rope_theta or _rope_theta(known),
-        "layer_types": d.layer_types or ["full_attention"] * d.num_hidden_layers,
-    }
-    problems += [
-        f"drafter.{k} is null and the target has none to take over; set it" for k, v in shape.items() if v is None
-    ]
-    for problem in (heads_share_evenly(heads, shape["num_key_value_heads"]), head_dim_is_even(shape["head_dim"])):
-        problems += [problem] if problem else []
-    if problems:
-        raise ConfigError(problems)
-    return replace(
-        config,
-        target=replace(t, context_layers=layers),
-        drafter=replace(d, **shape),
-        data=replace(config.data, cache_dir=str(Path(config.data.cache_dir or "~/.cache/dflash").expanduser())),
-        train=replace(config.train, gamma=config.train.gamma or default_gamma(d.block_size)),
-    )
+    if mask >= vocabulary:
+        problems.append(f"drafter.mask_token_id is {mask}; the target's vocabulary ends at {vocabulary - 1}")
+    longest = lookup(known, "max_position_embeddings")
+    if longest and length > longest:
+        problems.append(f"data.max_length is {length}; the target reads at most {longest} tokens")
+    return problems
 
 
 def _rope_theta(known: Any) -> float | None:
