@@ -1,8 +1,8 @@
 """Tiny random targets and a tokenizer for them, built in well under a second and shared by all tests.
 
 Every norm weight and bias is random, so that a norm left out, applied twice or read with the wrong convention shows.
-Vocabulary (192 ids): 0 ``<unk>``, 1 ``<|im_start|>``, 2 ``<|im_end|>`` (end of turn), 3 ``<pad>``, 4 unused, 5 ``<mask>``, 6-9 unused
-special tokens, then printable ASCII and a few words.
+Vocabulary (192 ids): 0 ``<unk>``, 1 ``<|im_start|>``, 2 ``<|im_end|>`` (end of turn), 3 ``<pad>``, 4 unused,
+5 ``<mask>``, 6 to 9 unused, then printable ASCII and a few words.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 VOCAB = 192
 EOS, PAD, MASK = 2, 3, 5
-SPECIAL = ["<unk>", "<|im_start|>", "<|im_end|>", "<pad>", "<extra_4>", "<mask>", *(f"<extra_{i}>" for i in range(6, 10))]
+SPECIAL = ["<unk>", "<|im_start|>", "<|im_end|>", "<pad>", "<extra_4>", "<mask>", *(f"<extra_{i}>" for i in "6789")]
 SHAPE: dict[str, Any] = dict(
-    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=8, max_position_embeddings=512, bos_token_id=1, eos_token_id=EOS, pad_token_id=PAD, tie_word_embeddings=False,
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8, max_position_embeddings=512, bos_token_id=1, eos_token_id=EOS, pad_token_id=PAD,
+    tie_word_embeddings=False,
 )  # fmt: skip
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -42,7 +43,7 @@ CHATML = (
 
 
 def randomise(module: PreTrainedModel, seed: int) -> Any:
-    """Weights that tell positions and layers apart: unit-gain matrices, norms off their neutral value, biases off zero."""
+    """Weights that tell positions and layers apart: unit-gain matrices, norms and biases off their neutral value."""
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in module.named_parameters():
@@ -69,12 +70,13 @@ def tiny_qwen3(seed: int = 0, **over: Any) -> Qwen3ForCausalLM:
 
 
 def qwen35_config(**over: Any) -> Qwen3_5TextConfig:
-    """Five layers, the fourth full attention, the others gated delta rule; partial interleaved rotary; (1 + w) norms."""
+    """Five layers, the fourth full attention, the rest gated delta rule; partial interleaved rotary; (1 + w) norms."""
     shape: dict[str, Any] = SHAPE | dict(
         num_hidden_layers=5, head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
         linear_value_head_dim=8, linear_conv_kernel_dim=4,
         rope_parameters=dict(
-            rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25, mrope_section=[2, 1, 1], mrope_interleaved=True
+            rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25, mrope_section=[2, 1, 1],
+            mrope_interleaved=True,
         ),
     )  # fmt: skip
     return Qwen3_5TextConfig(**(shape | over))
@@ -88,7 +90,10 @@ def tiny_qwen35(seed: int = 0, **over: Any) -> Qwen3_5ForCausalLM:
 def tiny_gemma2(seed: int = 0, **over: Any) -> Gemma2ForCausalLM:
     """Scaled embeddings, (1 + w) norms, sliding layers, tied head, capped logits."""
     shape = SHAPE | dict(tie_word_embeddings=True, sliding_window=8, query_pre_attn_scalar=8)
-    return randomise(Gemma2ForCausalLM(Gemma2Config(**(shape | over))), seed)
+    module = randomise(Gemma2ForCausalLM(Gemma2Config(**(shape | over))), seed)
+    with torch.no_grad():
+        module.get_input_embeddings().weight.mul_(module.config.hidden_size**-0.5)  # the model multiplies it back
+    return module
 
 
 def tiny_phi(seed: int = 0, **over: Any) -> PhiForCausalLM:

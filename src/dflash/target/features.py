@@ -6,7 +6,8 @@ Shape letters: T packed tokens (padding included), B sequences, L context layers
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,8 +44,8 @@ class TargetFeatures:
 
     def to(self, device: torch.device | str) -> TargetFeatures:
         """The same batch on another device."""
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return TargetFeatures(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in moved.items()})
+        moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **moved)
 
     def sick(self, layer_width: int) -> Tensor:
         """bool scalar on the device: some real row of some context layer is not finite, all zero or constant.
@@ -54,28 +55,40 @@ class TargetFeatures:
         """
         return (~self._healthy(layer_width)[0]).any()
 
-    def _healthy(self, layer_width: int) -> tuple[Tensor, Tensor]:
+    def _healthy(self, layer_width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """bool [T, L], and the highest and lowest value of each row and layer."""
         context_TLD = self.context.unflatten(-1, (-1, layer_width))
         highest, lowest = context_TLD.amax(dim=-1).float(), context_TLD.amin(dim=-1).float()  # both carry NaN on
         healthy_TL = torch.isfinite(highest - lowest) & (highest > lowest)
-        return healthy_TL | (self.seq < 0)[:, None], highest
+        return healthy_TL | (self.seq < 0)[:, None], highest, lowest
 
     def check(self, layer_width: int) -> None:
-        """Refuse features that training would silently learn from.
+        """Refuse features that training would silently learn from. Waits for the device once if all is well.
 
         Raises:
             SickFeatures: naming the sample, token, layer and the fault.
         """
-        rows, arrived = self.bounds[-1], int((self.seq >= 0).sum())
-        if len(self.sample_ids) != len(self.bounds) - 1 or rows != arrived:
-            raise SickFeatures(f"samples {self.sample_ids}: {rows} rows announced, {arrived} arrived")
-        healthy_TL, highest_TL = self._healthy(layer_width)
-        if bool(healthy_TL.all()):
+        rows, announced = len(self.ids), self.bounds[-1]
+        tensors = (self.context, self.labels, self.loss_mask, self.seq, self.pos)
+        if len(self.sample_ids) != len(self.bounds) - 1 or announced > rows or any(len(t) != rows for t in tensors):
+            raise SickFeatures(
+                f"samples {self.sample_ids}: {announced} rows announced, {rows} tokens and {len(self.context)} features"
+                " arrived; nothing was trained on them"
+            )
+        healthy_TL, highest_TL, lowest_TL = self._healthy(layer_width)
+        arrived_B = (self.seq[:, None] == torch.arange(len(self.sample_ids), device=self.seq.device)).sum(dim=0)
+        all_healthy, *arrived = torch.cat([healthy_TL.all().long()[None], arrived_B]).tolist()
+        for sample, start, end, count in zip(self.sample_ids, self.bounds, self.bounds[1:], arrived, strict=False):
+            if count != end - start:
+                raise SickFeatures(
+                    f"sample {sample}: {end - start} rows announced, {count} arrived; none was trained on"
+                )
+        if all_healthy:
             return
-        row, layer = (int(i) for i in (~healthy_TL).nonzero()[0])
-        value = float(highest_TL[row, layer])
-        kind = "all zero" if value == 0 else "constant" if math.isfinite(value) else "not finite"
+        row, layer = (~healthy_TL).nonzero()[0].tolist()
+        highest, lowest = float(highest_TL[row, layer]), float(lowest_TL[row, layer])
+        kind = "not finite" if not math.isfinite(highest - lowest) else "constant" if highest else "all zero"
         raise SickFeatures(
-            f"sample {self.sample_ids[int(self.seq[row])]}, token {int(self.pos[row])}: context layer number {layer} is {kind} "
-            f"({int((~healthy_TL).sum())} such rows in the batch); nothing was trained on it"
+            f"sample {self.sample_ids[int(self.seq[row])]}, token {int(self.pos[row])}: context layer number {layer} is"
+            f" {kind} ({int((~healthy_TL).sum())} such rows in the batch); nothing was trained on it"
         )

