@@ -1,0 +1,1 @@
+"""From conversations to batches: read and normalise, tokenise and mask, plan."""
