@@ -40,7 +40,7 @@ def test_largest_remainder(counts, slots):
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), min_size=1, max_size=6), st.integers(0, 30))
 def test_largest_remainder_of_groups_is_that_of_each(groups, slots):
     starts = np.cumsum([0, *map(len, groups)])[:-1]
-    together = largest_remainder(np.array(sum(groups, [])), slots, starts)
+    together = largest_remainder(np.array([c for g in groups for c in g]), slots, starts)
     assert together.tolist() == [s for g in groups for s in largest_remainder(np.array(g), slots).tolist()]
 
 
@@ -77,7 +77,9 @@ def test_plan(plan, epoch):
     lengths, eligible, kwargs = plan
     batches = BatchPlan(lengths, eligible, **kwargs).epoch(epoch)
     assert sorted(np.concatenate([b.samples for b in batches]).tolist()) == list(range(len(lengths)))
-    edges = np.sort(lengths)[[-(-len(lengths) * q // kwargs["length_buckets"]) - 1 for q in range(1, kwargs["length_buckets"])]]
+    edges = np.sort(lengths)[
+        [-(-len(lengths) * q // kwargs["length_buckets"]) - 1 for q in range(1, kwargs["length_buckets"])]
+    ]
     for i, batch in enumerate(batches):
         assert (batch.epoch, batch.index) == (epoch, i) and batch.samples.dtype == batch.anchors.dtype == np.int64
         assert lengths[batch.samples].sum() <= BUDGET
@@ -133,7 +135,9 @@ def test_ties_and_order_of_equal_lengths():
 
 def test_errors():
     with pytest.raises(ValueError, match=r"sample 1 has 65 tokens and train.tokens_per_batch is 64"):
-        BatchPlan(np.array([3, 65]), np.array([1, 1]), seed=0, tokens_per_batch=64, anchors_per_batch=1, length_buckets=1)
+        BatchPlan(
+            np.array([3, 65]), np.array([1, 1]), seed=0, tokens_per_batch=64, anchors_per_batch=1, length_buckets=1
+        )
     with pytest.raises(ValueError, match="no sample"):
         BatchPlan(np.array([]), np.array([]), seed=0, tokens_per_batch=64, anchors_per_batch=1, length_buckets=1)
 
@@ -177,8 +181,10 @@ def test_anchors_are_uniform(vary):
         counts[sample_anchors(*key, mask, n)] += 1
     assert counts.sum() == counts[eligible].sum() == draws * n
     p = n / len(eligible)
-    # Without replacement the counts have variance draws * p * (1 - p); this statistic is chi-square with len - 1 degrees.
-    statistic = ((counts[eligible] - draws * p) ** 2).sum() / (draws * p * (1 - p)) * (len(eligible) - 1) / len(eligible)
+    # Without replacement the counts have variance draws * p * (1 - p): this is chi-square with len - 1 degrees.
+    statistic = (
+        ((counts[eligible] - draws * p) ** 2).sum() / (draws * p * (1 - p)) * (len(eligible) - 1) / len(eligible)
+    )
     degrees = len(eligible) - 1
     assert statistic < degrees + 4 * (2 * degrees) ** 0.5
     assert (np.abs(counts[eligible] - draws * p) < 4.5 * (draws * p * (1 - p)) ** 0.5).all()

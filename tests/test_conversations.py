@@ -50,10 +50,10 @@ def test_gz_equals_plain(tmp_path):
     packed.write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
     assert list(read_rows(str(packed))) == list(read_rows(plain))
     packed.write_bytes(packed.read_bytes()[:-20])
-    with pytest.raises(DataError, match="a.jsonl.gz: cannot be read to its end"):
+    with pytest.raises(DataError, match=r"a.jsonl.gz: cannot be read to its end"):
         list(read_rows(str(packed)))
     packed.write_bytes(b"not packed")
-    with pytest.raises(DataError, match="a.jsonl.gz"):
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz"):
         list(read_rows(str(packed)))
 
 
@@ -91,11 +91,13 @@ def test_hub(monkeypatch):
     assert list(read_rows("hub:org/name:test[:5]")) == [(1, {"messages": HI})]
     assert asked == [("org/name", "train"), ("org/name", "test[:5]")]
     assert "f00" in source_digest("hub:org/name") != source_digest("hub:org/name:test")
-    with pytest.raises(DataError, match="hub:gone: .*nothing there"):
+    with pytest.raises(DataError, match=r"hub:gone: .*nothing there"):
         list(read_rows("hub:gone"))
 
 
-@pytest.mark.parametrize(("source", "said"), [("no.jsonl", "no such file"), ("a.csv", "give .jsonl"), ("x", "hub:NAME")])
+@pytest.mark.parametrize(
+    ("source", "said"), [("no.jsonl", "no such file"), ("a.csv", "give .jsonl"), ("x", "hub:NAME")]
+)
 def test_no_such_source(source, said):
     for read in (lambda s: list(read_rows(s)), source_digest):
         with pytest.raises(DataError, match=said) as caught:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from dflash.data.conversations import DataError
@@ -82,13 +83,14 @@ def write_cache(path: Path, data: TokenData) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(arrays, temporary, metadata)
         os.replace(temporary, path)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         size = sum(a.nbytes for a in arrays.values()) / 1e6
         raise DataError(
             f"data.cache_dir: {size:.0f} MB cannot be written to {path.parent} ({error}); make room or name another"
         ) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        if temporary.exists():
+            temporary.unlink()
 
 
 def read_cache(path: Path, files: Sequence[str]) -> TokenData:
@@ -117,7 +119,7 @@ def read_cache(path: Path, files: Sequence[str]) -> TokenData:
         stats = _renamed(json.loads(metadata["stats"]), list(files))
         return TokenData(**arrays, files=list(files), stats=stats, fingerprint=metadata["fingerprint"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise error if isinstance(error, CacheDamaged) else CacheDamaged(f"{path}: {error!r}") from error
+        raise error if isinstance(error, CacheDamaged) else CacheDamaged(f"{path}: no header of this kind") from error
 
 
 def _renamed(stats: dict[str, Any], files: list[str]) -> dict[str, Any]:

@@ -82,9 +82,7 @@ class ChatTokenizer:
         self.specials = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.specials |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
         # Tokenizers that put a space before whatever they are given cannot tokenise an answer by itself.
-        special = next(iter(self.specials), "a")
-        joined, first, second = self.tokenize([special + "a", special, "a"])
-        self.splittable = joined == first + second
+        self.splittable = "".join(tokenizer.convert_ids_to_tokens(self.tokenize(["a"])[0])) == "a"
 
     def tokenize(self, texts: list[str]) -> list[list[int]]:
         """Ids of rendered texts. The template has written the special tokens, so none are added: no second BOS."""

@@ -243,8 +243,8 @@ def _fingerprint(chat: ChatTokenizer, files: list[str]) -> str:
         rules.pop(state, None)
     everything = {
         "version": DATA_VERSION, "sources": [source_digest(f) for f in files], "tokenizer": rules,
-        "special": chat.specials, "template": tokenizer.chat_template, "kwargs": chat.kwargs,
-        "max_length": chat.max_length,
+        "special": [chat.specials, tokenizer.special_tokens_map], "template": tokenizer.chat_template,
+        "kwargs": chat.kwargs, "max_length": chat.max_length,
     }  # fmt: skip
     return hashlib.sha256(json.dumps(everything, sort_keys=True, default=str).encode()).hexdigest()
 
