@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from tiny import EOS, PAD, tiny_gemma2, tiny_llama, tiny_phi, tiny_qwen3, tiny_qwen35
 from torch import nn
+from transformers import OPTConfig, OPTForCausalLM
 
 from dflash.target.model import Target, TargetError
 
@@ -136,6 +137,16 @@ def test_dropout_in_the_config_leaves_the_target_deterministic():
     assert torch.equal(first.context, second.context) and torch.equal(first.labels, second.labels)
 
 
+@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen35])
+def test_autocast_around_it_does_not_reach_the_target(make):
+    target = Target.from_module(make(0), None, [0, 2], 1)
+    rows, masks = documents((40, 12))
+    plain = target.capture(rows, masks, [0, 1])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = target.capture(rows, masks, [0, 1])
+    assert torch.equal(plain.context, inside.context) and torch.equal(plain.labels, inside.labels)
+
+
 def test_features_serve_autograd_and_hold_no_graph():
     target = Target.from_module(tiny_llama(0), None, [0, 2], "final")
     rows, masks = documents((8,))
@@ -241,6 +252,12 @@ def test_a_norm_that_is_not_all_there_is_refuses_only_an_inner_label_layer():
     Target.from_module(copy.deepcopy(module), None, [0], "final")
     with pytest.raises(TargetError, match="label_layer: final"):
         Target.from_module(module, None, [0], 2)
+
+
+def test_a_head_of_another_width_is_refused():
+    shape = dict(vocab_size=192, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, ffn_dim=48)
+    with pytest.raises(TargetError, match="OPTForCausalLM has layers 32 wide, a head that reads 16"):
+        Target.from_module(OPTForCausalLM(OPTConfig(**shape, word_embed_proj_dim=16)), None, [0], "final")
 
 
 def test_weights_that_are_not_finite_are_refused():

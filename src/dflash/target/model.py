@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from functools import wraps
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 from transformers import GenerationConfig
 
@@ -21,11 +23,31 @@ from dflash.target.load import TargetError, load_module, load_target_config, loa
 
 __all__ = ["Target", "TargetError", "load_target", "load_target_config", "load_tokenizer"]
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 LAYER_LISTS = ("layers", "h", "blocks")
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+SHAPE_FREE_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""All but cuDNN's, which plans anew for every [B, S]: each batch has its own, and a plan costs tens of milliseconds."""
 LOGITS_BYTES = 1 << 28
 """Logits in memory at once while labels are made: 540 positions in bf16 at a vocabulary of 248,320."""
+
+
+def _untouched(method: Callable[P, R]) -> Callable[P, R]:
+    """Run as the target would by itself: no gradients, and no autocast that the drafter's side may have switched on.
+
+    no_grad, not inference_mode: autograd refuses to save inference tensors, and fc's backward needs the context.
+    """
+
+    @wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        target: Any = args[0]
+        with torch.no_grad(), torch.autocast(target.device.type, enabled=False):
+            return method(*args, **kwargs)
+
+    return run
 
 
 def load_target(
@@ -115,8 +137,7 @@ class Target:
 
     # ---- features and labels -----------------------------------------------------------------------------------------
 
-    # no_grad, not inference_mode: autograd refuses to save inference tensors, and fc's backward needs the context.
-    @torch.no_grad()
+    @_untouched
     def capture(
         self,
         rows: Sequence[Any],
@@ -162,7 +183,7 @@ class Target:
         label_rows: list[Tensor] = []
         if self.label_layer != "final":
             sinks[self.label_layer] = lambda hidden_BSD: label_rows.append(hidden_BSD.flatten(0, 1)[real])
-        with self._taps(sinks):
+        with self._taps(sinks), sdpa_kernel(SHAPE_FREE_ATTENTION):
             out = self._decoder(input_ids=self._on_device(padded_BS, np.int64), use_cache=False)
         if self.label_layer == "final":
             normed_TD = out.last_hidden_state.flatten(0, 1)[real]  # past the final norm already
@@ -241,7 +262,7 @@ class Target:
 
     # ---- answers -----------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @_untouched
     def greedy(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, batch_size: int, progress: bool | None = None
     ) -> list[list[int]]:
@@ -300,7 +321,7 @@ class Target:
 
     # ---- self-test ---------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @_untouched
     def _self_test(self) -> None:
         """Refuse a model whose logits are not ``head(final norm(last layer))``: its labels would be another model's."""
         name = f"target.model: {type(self.module).__name__}"
@@ -314,6 +335,10 @@ class Target:
         with self._taps({self.num_layers - 1: last.append}):
             hidden = self._decoder(input_ids=ids, use_cache=False).last_hidden_state
         eps = 8 * torch.finfo(self.dtype).eps  # rounding of the library's own kernels
+        if not last[0].shape[-1] == hidden.shape[-1] == self.hidden_size:
+            raise TargetError(
+                f"{name} has layers {last[0].shape[-1]} wide, a head that reads {self.hidden_size}; they must be equal"
+            )
         choice = self._choice(hidden[0]).long()
         short = own_V.amax(-1) - own_V.gather(-1, choice[:, None])[:, 0]
         if bool((short > eps * own_V.abs().amax(-1)).any()):
