@@ -16,14 +16,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+import dflash.data.cache as cache_module
 import dflash.data.tokenize as tokenize_module
 from dflash.data.cache import CacheDamaged, read_cache
 from dflash.data.chat import (
     BEYOND,
     BORDER,
+    CUT_IN_THOUGHT,
     NO_END,
     NO_PAIR,
     NO_PROMPT,
@@ -276,6 +279,19 @@ def test_a_cut_off_answer_has_no_end_to_learn():
         pieces(tokenizer, f"{U}one{END}\n{A}", f"two three{END}", f"\n{U}four{END}\n{A}", "five six", f"{END}\n"),
     )
     assert result.cut_off and not encode(CHATML, messages, finish_reason="stop")[0].cut_off
+
+
+def test_an_answer_cut_off_while_thinking_is_refused():
+    """The template would close a think block that the target never closed."""
+    cut = {"finish_reason": "length"}
+    thought = {"role": "assistant", "content": "", "reasoning_content": "three four"}
+    for answer in (thought, "three four", "<think>\nthree four"):
+        assert encode(QWEN, turns("one", answer), **cut)[0] == Rejected(CUT_IN_THOUGHT)
+    for answer in (thought | {"content": "two"}, "three</think>two"):
+        result, tokenizer = encode(QWEN, turns("one", answer), **cut)
+        assert tokenizer.decode(result.ids[result.loss_mask]).endswith("</think>\n\ntwo")
+    plain, _ = encode(QWEN, turns("one", "two three"), kwargs={"enable_thinking": False}, **cut)
+    assert plain.loss_mask.sum() == 2
 
 
 def test_templates_without_end_of_turn():
@@ -551,6 +567,17 @@ def test_cache_that_cannot_be_written_names_the_key(source, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"data.cache_dir: .*cannot be written"):
         load([source], cache_dir=tmp_path / "file")
+
+
+def test_a_full_disk_leaves_nothing_behind(source, tmp_path, monkeypatch):
+    def full(arrays, path, metadata):
+        path.write_bytes(b"half")
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(cache_module, "save_file", full)
+    with pytest.raises(DataError, match=r"data.cache_dir: .*No space left"):
+        load([source], cache_dir=tmp_path / "c")
+    assert list((tmp_path / "c").iterdir()) == []
 
 
 def test_reading_a_cache_needs_no_heavy_library(source, tmp_path):

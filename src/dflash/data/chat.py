@@ -31,6 +31,7 @@ NO_END = "template ends the turn without an end-of-turn token"
 THINKING_MANGLED = "template does not give back the thinking in content as it was generated"
 THINKING_LOST = "template leaves reasoning_content out"
 TEXT_CHANGED = "template changes the answer's text"
+CUT_IN_THOUGHT = "answer was cut off while thinking"
 BORDER = "a token spans the border of prompt and answer"
 BEYOND = "answer begins beyond max_length"
 NO_PAIR = "no two supervised tokens in a row"
@@ -140,10 +141,9 @@ class ChatTokenizer:
             return Rejected(NO_END)
         if not whole.startswith(answered):
             return Rejected(REWRITTEN)
-        fault = lost_text(row.messages[i], prompt, own[len(prompt) : end])
-        if fault:
-            return Rejected(fault)
-        return Turn(len(prompt), self.specials[stop], cut_off=is_last and row.finish_reason == CUT_OFF)
+        cut_off = is_last and row.finish_reason == CUT_OFF
+        fault = lost_text(row.messages[i], prompt, own[len(prompt) : end], cut_off)
+        return Rejected(fault) if fault else Turn(len(prompt), self.specials[stop], cut_off)
 
     def encode(self, rows: Sequence[Row | Rejected]) -> list[Encoded | Rejected]:
         """Each row as tokens, or why not. Rows do not influence each other; many at once are faster."""
@@ -208,12 +208,16 @@ class ChatTokenizer:
         return Encoded(ids[: self.max_length], kept, len(ids) > self.max_length, templated, cut_off, skipped)
 
 
-def lost_text(message: dict[str, Any], prompt: str, answer: str) -> str | None:
-    """What the template lost or changed of a message in the answer it rendered, white space aside; None: nothing."""
+def lost_text(message: dict[str, Any], prompt: str, answer: str, cut_off: bool) -> str | None:
+    """How the answer that the template rendered is not what the target generated, white space aside; None: it is."""
     texts = (message["content"], message.get("reasoning_content", ""), answer)
     content, reasoning, body = ("".join(text.split()) for text in texts)
     if reasoning not in body:
         return THINKING_LOST
+    thinking = reasoning or "<think>" in content or prompt.rstrip().endswith("<think>")
+    thought = "</think>" in content or (reasoning and content)
+    if cut_off and thinking and not thought:
+        return CUT_IN_THOUGHT  # the template closes a think block that the target never closed
     if "</think>" not in content:
         return None if content in body else TEXT_CHANGED
     # The thinking is in the content, and the prompt may have supplied its opening tag. An empty think block beside it,

@@ -7,10 +7,12 @@ import json
 import logging
 import multiprocessing
 import os
+import signal
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from itertools import chain, islice, pairwise, zip_longest
 from pathlib import Path
@@ -67,7 +69,7 @@ def load_data(
     """
     chat, files = ChatTokenizer(tokenizer, max_length, chat_template_kwargs), list(sources)
     fingerprint = _fingerprint(chat, files)
-    path = cache_dir / f"{fingerprint}.safetensors" if cache_dir else None
+    path = Path(cache_dir) / f"{fingerprint}.safetensors" if cache_dir else None
     if path and path.exists():
         try:
             return read_cache(path, files)
@@ -265,7 +267,8 @@ def _encode_all(
     # Spawned, not forked: the tokenizer's and torch's threads of this process do not survive a fork.
     context = multiprocessing.get_context("spawn")
     pending: deque[tuple[list[_Numbered], Future[list[Encoded | Rejected]]]] = deque()
-    with ProcessPoolExecutor(workers, context, _start_worker, (chat,)) as pool:
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (chat,))
+    try:
         for chunk in chain([first], chunks):
             pending.append((chunk, pool.submit(_encode_in_worker, [row for _, _, row in chunk])))
             if len(pending) >= 4 * workers:  # bounded: the whole data as text may not fit in memory
@@ -273,6 +276,10 @@ def _encode_all(
                 yield done, future.result()
         for done, future in pending:
             yield done, future.result()
+    except BrokenProcessPool as error:
+        raise DataError(f"a tokenising process died ({error}); see whether memory ran out, and start again") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _chunks(rows: Iterator[_Numbered]) -> Iterator[list[_Numbered]]:
@@ -287,6 +294,7 @@ def _start_worker(chat: ChatTokenizer) -> None:
     global _worker_chat
     _worker_chat = chat
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
     parent = multiprocessing.parent_process()
     if parent is not None:  # a parent that is killed cannot end its workers
 
