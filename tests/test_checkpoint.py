@@ -15,8 +15,8 @@ from dflash.train.checkpoint import CheckpointError, Checkpoints, Progress, load
 def drafter(seed=0, **over):
     torch.manual_seed(seed)
     shape = dict(
-        block_size=4, mask_token_id=1, target_layer_ids=[0], vocab_size=10, hidden_size=16, intermediate_size=16, head_dim=8,
-        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, layer_types=["full_attention"],
+        block_size=4, mask_token_id=1, target_layer_ids=[0], vocab_size=10, hidden_size=16, intermediate_size=16,
+        head_dim=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, layer_types=["full_attention"],
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
     )  # fmt: skip
     return DFlashDraftModel(DFlashConfig(**(shape | over)))
@@ -118,7 +118,7 @@ def test_no_room_is_said_before_anything_is_written(tmp_path, monkeypatch):
     optimizer = optimizer_of(model)
     steps(model, optimizer, 1, 0)
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: type("U", (), {"free": 10})())
-    with pytest.raises(CheckpointError, match="checkpoint.keep_last"):
+    with pytest.raises(CheckpointError, match=r"checkpoint\.keep_last"):
         Checkpoints(tmp_path, 2, True).save(model, optimizer, progress(1))
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,5 @@
-"""The drafter against a per-block, per-slot reference written here in float64; and decoding against the training pass."""
+"""The drafter against a per-block, per-slot reference written here in float64; and decoding against the training
+pass."""
 
 import copy
 
@@ -209,8 +210,8 @@ def test_saved_folder_is_a_published_drafter(tmp_path):
 
 def test_published_config_spellings_are_read():
     nested = DFlashConfig(
-        block_size=16, dflash_config={"mask_token_id": 7, "target_layer_ids": [1, 2]}, rope_theta=1e7, num_hidden_layers=1,
-        layer_types=["full_attention"],
+        block_size=16, dflash_config={"mask_token_id": 7, "target_layer_ids": [1, 2]}, rope_theta=1e7,
+        num_hidden_layers=1, layer_types=["full_attention"],
     )  # fmt: skip
     assert (nested.mask_token_id, nested.target_layer_ids, nested.rope_parameters["rope_theta"]) == (7, [1, 2], 1e7)
     with pytest.raises(ValueError, match="mask_token_id is 3 at top level and 7"):

@@ -78,7 +78,8 @@ def test_walk_equals_a_walk_that_drafts_one_block_at_a_time(make, kinds):
 @pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3])
 @pytest.mark.parametrize("kinds", [("full_attention",), ("sliding_attention", "full_attention")])
 def test_live_decoding_is_lossless_and_accepts_what_the_walk_says(make, kinds):
-    """transformers' own loop with our drafter as its assistant_model: same tokens as plain greedy, same rounds as the walk."""
+    """transformers' own loop with our drafter as its assistant_model: same tokens as plain greedy, same rounds as the
+    walk."""
     t, module, answers = learned(make, kinds)
     rounds = walk(t.drafter, t.target, answers, 1000, 100).rounds
     compared = 0

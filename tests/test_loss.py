@@ -1,4 +1,5 @@
-"""Chunked frozen-head loss against plain autograd over all logits: value, gradient, ranks; and pooled metrics against loops."""
+"""Chunked frozen-head loss against plain autograd over all logits: value, gradient, ranks; and pooled metrics against
+loops."""
 
 import pytest
 import torch
@@ -86,7 +87,8 @@ def random_blocks(seed, N=23, J=5):
 
 
 def test_metrics_equal_loops_and_pool_before_dividing():
-    """Two micro-batches of very different size: every mean is over their slots or blocks together, never a mean of means."""
+    """Two micro-batches of very different size: every mean is over their slots or blocks together, never a mean of
+    means."""
     sums, slots, runs = {}, [], []
     for seed, N in ((0, 3), (1, 60)):
         blocks, rank = random_blocks(seed, N)

@@ -1,6 +1,7 @@
 """Steps, learning rate and noise as functions of the step number."""
 
 import math
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -43,7 +44,7 @@ def test_learning_rate_of_the_reference_run():
     assert rates[2800] == peak and rates[2799] < peak and rates[2801] == peak  # 2,801 warm-up steps
     assert rates[0] == pytest.approx(peak / 2801) and 0 < rates[-1] < 1e-11
     assert rates[(2801 + total) // 2] == pytest.approx(peak / 2, rel=1e-3)
-    assert all(a >= b for a, b in zip(rates[2801:], rates[2802:], strict=False))
+    assert all(a >= b for a, b in pairwise(rates[2801:]))
     assert learning_rate(1, 10, peak, 0.0) == peak
 
 

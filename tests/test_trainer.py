@@ -63,8 +63,9 @@ def trainer(
     torch.manual_seed(seed)
     shape = DFlashConfig(
         block_size=K, mask_token_id=MASK, target_layer_ids=[0, 2], num_target_layers=borrowed.num_layers,
-        vocab_size=borrowed.vocab_size, hidden_size=borrowed.hidden_size, intermediate_size=48, num_hidden_layers=len(kinds),
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, layer_types=list(kinds), sliding_window=8,
+        vocab_size=borrowed.vocab_size, hidden_size=borrowed.hidden_size, intermediate_size=48,
+        num_hidden_layers=len(kinds), num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        layer_types=list(kinds), sliding_window=8,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     )  # fmt: skip
     drafter = DFlashDraftModel(shape).float()
@@ -204,7 +205,7 @@ def test_a_non_finite_step_stops_with_its_samples_and_changes_nothing(tmp_path):
     before = [p.detach().clone() for p in t.drafter.parameters()]
     with torch.no_grad():
         t.drafter.norm.weight[0] = float("nan")
-    with pytest.raises(NonFiniteStep, match=r"step 2: loss is not finite.*rows.jsonl:2, rows.jsonl:4"):
+    with pytest.raises(NonFiniteStep, match=r"step 2: loss is not finite.*1 \(rows.jsonl:2\), 3 \(rows.jsonl:4\)"):
         t.one_step(2)
     assert t.progress.step == 1
     with torch.no_grad():

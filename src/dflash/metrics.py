@@ -4,8 +4,8 @@ Definitions, all over valid blocks and counted slots only:
 
 * ``accuracy``, ``top4_acc``, ``top8_acc``: share of counted slots whose label is the drafter's first choice, among its
   first 4, first 8. ``acc_pos{k}`` the same for slot k alone, k = 1 .. K-1.
-* ``avg_streak``: mean over blocks of the leading run of first choices that are right. ``ddtree_streak4/8``: the same with
-  "among the first 4/8", an upper bound for any draft tree with that many candidates per depth.
+* ``avg_streak``: mean over blocks of the leading run of first choices that are right. ``ddtree_streak4/8``: the same
+  with "among the first 4/8", an upper bound for any draft tree with that many candidates per depth.
 * ``streak_limit``: mean over blocks of the last slot a streak could have reached. Streaks end where the data leave the
   target's own path (:attr:`dflash.model.blocks.Blocks.on_path_NJ`) or the supervised span; loss and accuracies do not.
 
@@ -13,6 +13,8 @@ Means of per-slot accuracies multiplied together are no streak: misses within a 
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +31,8 @@ def streaks(hit_NJ: Tensor, on_path_NJ: Tensor) -> Tensor:
 
 
 def ranks_by_slot(rank_M: Tensor, counted_NJ: Tensor) -> Tensor:
-    """int64 [N, K-1]: ranks of the counted slots (in row order) put back in place; slots not counted outrank nothing."""
+    """int64 [N, K-1]: ranks of the counted slots (in row order) put back in place; slots not counted outrank
+    nothing."""
     return torch.full_like(counted_NJ, _UNRANKED, dtype=torch.int64).masked_scatter_(counted_NJ, rank_M)
 
 
@@ -61,7 +64,7 @@ def add_sums(total: dict[str, Tensor], part: dict[str, Tensor]) -> dict[str, Ten
 
 def divide(sums: dict[str, Tensor]) -> dict[str, float]:
     """The step's metrics under their JSONL names. Reads the device once per key; call it after the step is launched."""
-    host = {key: value.tolist() for key, value in sums.items()}
+    host: dict[str, Any] = {key: value.tolist() for key, value in sums.items()}
     slots = max(sum(host["slots_at"]), 1.0)
     blocks = max(host["blocks"], 1.0)
     out = {

@@ -64,8 +64,8 @@ def score_blocks(
     """Draft every block and compare each counted slot with its label.
 
     Args:
-        context_TF: [T, L*D] what ``fc`` reads: ``features.context``, or a noisy copy. Labels come from ``features`` alone.
-        anchors_N: int64 rows of the batch, -1 for unused blocks.
+        context_TF: [T, L*D] what ``fc`` reads: ``features.context``, or a noisy copy. Labels come from ``features``
+        alone. anchors_N: int64 rows of the batch, -1 for unused blocks.
         slot_weight_J: fp32 [K-1].
     """
     config = drafter.config

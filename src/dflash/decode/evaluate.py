@@ -1,10 +1,10 @@
 """Accepted length by the exact walk.
 
-On the target's own greedy answer, the block at every position is drafted in one pass. Then the walk goes through the answer
-as decoding would: the anchor is the first answer token (prefill yields it, it is no round); a round accepts the leading run
-of drafted tokens that equal the target's choice, plus the target's own next token, and the next anchor is that token.
-Accepted length is streak + 1; every round counts, the one that ends in end-of-text or the limit too. Scored with the
-training code itself (:func:`dflash.score.score_blocks`), so it cannot disagree with training about what a block is.
+On the target's own greedy answer, the block at every position is drafted in one pass. Then the walk goes through the
+answer as decoding would: the anchor is the first answer token (prefill yields it, it is no round); a round accepts the
+leading run of drafted tokens that equal the target's choice, plus the target's own next token, and the next anchor is
+that token. Accepted length is streak + 1; every round counts, the one that ends in end-of-text or the limit too. Scored
+with the training code itself (:func:`dflash.score.score_blocks`), so it cannot disagree with training about blocks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Walk:
     block_size: int
 
     def summary(self) -> dict[str, Any]:
-        """``accepted_length`` pooled over rounds and ``accepted_length_per_prompt``, the mean of the prompts' own means.
+        """``accepted_length`` pooled over rounds and ``accepted_length_per_prompt``, the mean of the prompts' own
+        means.
 
         Both count the bonus token. ``accepted_at{k}`` is the share of rounds in which slot k was accepted.
         """

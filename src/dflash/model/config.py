@@ -13,8 +13,8 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 class DFlashConfig(Qwen3Config):
     """Shape of a drafter. ``model_type`` stays ``qwen3``, as in the published drafters that vLLM and SGLang load.
 
-    ``block_size``, ``mask_token_id`` and ``target_layer_ids`` are written at top level (transformers' own decoding reads
-    them there) and inside ``dflash_config`` (vLLM, SGLang); reading accepts either and refuses two that differ.
+    ``block_size``, ``mask_token_id`` and ``target_layer_ids`` are written at top level (transformers' own decoding
+    reads them there) and inside ``dflash_config`` (vLLM, SGLang); reading accepts either and refuses two that differ.
 
     Args:
         block_size: K, the anchor plus ``K - 1`` drafted tokens.
@@ -59,7 +59,7 @@ class DFlashConfig(Qwen3Config):
     def require(self) -> DFlashConfig:
         """This config, if a drafter can be built from it.
 
-        transformers itself builds configs without arguments (to find the defaults), so the check is not in ``__init__``.
+        transformers builds configs without arguments (to find the defaults), so the check is not in ``__init__``.
         """
         missing = [key for key in _MIRRORED if getattr(self, key) is None]
         if missing:

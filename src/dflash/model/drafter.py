@@ -184,11 +184,11 @@ class DFlashDraftModel(PreTrainedModel):
         Args:
             noise_embeds: [B, Q, D] target embeddings of the blocks (anchor, mask, mask, ...), N blocks end to end in
                 training, one block in decoding.
-            context_hidden_states: [B, S, L*D] context features, in the order of ``target_layer_ids``. With a cache: only
-                those not in it yet.
+            context_hidden_states: [B, S, L*D] context features, in the order of ``target_layer_ids``. With a cache:
+                only those not in it yet.
             position_ids: [B, S + Q] positions of the context, then of the slots. None: contiguous.
-            attention_mask: in training a mask per layer type (:func:`dflash.model.mask.attention_masks`). Else a 0/1 mask
-                [B, keys] or None: one block per row, at the end of contiguous positions.
+            attention_mask: in training a mask per layer type (:func:`dflash.model.mask.attention_masks`). Else a 0/1
+                mask [B, keys] or None: one block per row, at the end of contiguous positions.
             cache: transformers' ``DFlashCache`` or None; holds keys and values, and is cropped by its owner.
         """
         if position_ids is None:
@@ -197,7 +197,8 @@ class DFlashDraftModel(PreTrainedModel):
             position_ids = torch.arange(seen, seen + length, device=noise_embeds.device)[None]
         masks = attention_mask if isinstance(attention_mask, dict) else {}
         padding = None if isinstance(attention_mask, dict) else attention_mask
-        # Under autocast the embeddings' dtype carries the residual stream; else the weights' does, and nothing is mixed.
+        # Under autocast the embeddings' dtype carries the residual stream; else the weights' does, and nothing is
+        # mixed.
         autocast = torch.is_autocast_enabled(noise_embeds.device.type)
         dtype = noise_embeds.dtype if autocast else self.fc.weight.dtype
         context = self.hidden_norm(self.fc(context_hidden_states.to(dtype)))

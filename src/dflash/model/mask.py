@@ -35,7 +35,8 @@ def visibility(
     block_size: int,
     window: int | None,
 ) -> Visibility:
-    """Predicate ``(batch, head, query, key) -> may see``, on broadcastable index tensors (flex attention's ``mask_mod``).
+    """Predicate ``(batch, head, query, key) -> may see``, on broadcastable index tensors (flex attention's
+    ``mask_mod``).
 
     Args:
         context_seq_T: sequence of each context token, -1 on padding.

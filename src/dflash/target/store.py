@@ -86,8 +86,8 @@ class FeatureStore:
         free = shutil.disk_usage(self.folder).free
         if free < needed:
             raise StoreError(
-                f"data.features: {tokens} tokens need {needed / 2**30:.1f} GiB in {self.folder} and {free / 2**30:.1f} GiB "
-                "are free: make room, or leave data.features out and let the target run in every epoch"
+                f"data.features: {tokens} tokens need {needed / 2**30:.1f} GiB in {self.folder} and {free / 2**30:.1f} "
+                "GiB are free: make room, or leave data.features out and let the target run in every epoch"
             )
         _write_atomically(self.folder / "manifest.json", json.dumps(self.contract, indent=1))
         with tqdm(total=tokens, desc="features", unit="tok", unit_scale=True, disable=None) as bar:

@@ -6,8 +6,8 @@
         trainer.json                     step, counters, best evaluation, fingerprints
         COMPLETE                         written last; a folder without it does not exist for readers
 
-A save copies everything to host memory (that is all training waits for) and a thread writes it into a hidden folder that
-is renamed once it is whole, so a kill at any moment leaves the previous checkpoint and nothing half-written in its place.
+A save copies everything to host memory (that is all training waits for) and a thread writes it into a hidden folder
+that is renamed once it is whole: a kill at any moment leaves the previous checkpoint and nothing half-written.
 """
 
 from __future__ import annotations
@@ -213,6 +213,6 @@ def _step_of(path: Path) -> int:
 
 def _no_room(step: int, folder: Path, needed: int, free: int) -> str:
     return (
-        f"checkpoint of step {step} needs {needed / 2**30:.2f} GiB in {folder} and {free / 2**30:.2f} GiB are free: make room "
-        "or lower checkpoint.keep_last, then resume; the last complete checkpoint is untouched"
+        f"checkpoint of step {step} needs {needed / 2**30:.2f} GiB in {folder} and {free / 2**30:.2f} GiB are free: "
+        "make room or lower checkpoint.keep_last, then resume; the last complete checkpoint is untouched"
     )

@@ -114,8 +114,7 @@ def build(config: Config, run_dir: Path) -> Trainer:
     c, device = config, torch.device(config.placement.drafter[0])
     tokenizer = load_tokenizer(c.target.model, c.target.revision)
     shared: dict[str, Any] = {"max_length": c.data.max_length, "chat_template_kwargs": c.data.chat_template_kwargs}
-    cache_dir = Path(c.data.cache_dir) if c.data.cache_dir else Path.home() / ".cache" / "dflash"
-    data = load_data(c.data.train, tokenizer, cache_dir=cache_dir, **shared)
+    data = load_data(c.data.train, tokenizer, cache_dir=Path(c.data.cache_dir or ""), **shared)
     log.info(summary(data.stats))
     log.info("first conversation, supervised part marked:\n" + decode_example(data, 0, tokenizer))
     prompts = load_prompts(c.data.eval, tokenizer, limit=c.eval.samples, **shared) if c.data.eval else []
@@ -129,7 +128,7 @@ def build(config: Config, run_dir: Path) -> Trainer:
 
     target = load_target(
         c.target.model, revision=c.target.revision, dtype=getattr(torch, c.target.dtype), device=device,
-        context_layers=c.target.context_layers, label_layer=c.target.label_layer,
+        context_layers=c.target.context_layers or (), label_layer=c.target.label_layer,
     )  # fmt: skip
     drafter = new_drafter(c, target.config).to(device)
     size = sum(p.numel() for p in drafter.parameters())
@@ -205,10 +204,11 @@ def refuse_many_processes(config: Config) -> None:
     """
     p = config.placement
     if p.target != p.drafter or len(p.target) != 1:
-        raise ConfigError(
-            [f"placement: target {p.target} and drafter {p.drafter} need several processes, which this version does not start: "
-             "give both the same single device, such as placement.target=[cuda:0] placement.drafter=[cuda:0]"]
-        )  # fmt: skip
+        problem = (
+            f"placement: target {p.target} and drafter {p.drafter} need several processes, which this version does not "
+            "start: give both the same single device, such as placement.target=[cuda:0] placement.drafter=[cuda:0]"
+        )
+        raise ConfigError([problem])
 
 
 @contextmanager
@@ -224,7 +224,7 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def interrupts() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM so that the step in hand is finished and saved; a second one ends the process at once."""
+    """Collects SIGINT and SIGTERM, so that the step in hand is finished and saved; a second one ends the process."""
     caught: list[int] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 

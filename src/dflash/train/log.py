@@ -20,8 +20,8 @@ TIMING_KEYS = frozenset({"tokens_per_s", "feature_wait_s", "step_s", "time"})
 class Clock:
     """Seconds spent in ``with clock:`` blocks since the last :meth:`take`, on the device's own time line.
 
-    On a GPU the host only launches work, so the blocks are bracketed by events; ``take`` reads them and so waits for them:
-    call it where the step waits anyway.
+    On a GPU the host only launches work, so the blocks are bracketed by events; ``take`` reads them and so waits for
+    them: call it where the step waits anyway.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,7 +49,7 @@ class Clock:
 
 
 class MetricsLog:
-    """Appends JSON lines; every line is with the operating system before the next step starts, so ``kill -9`` loses none."""
+    """Appends JSON lines; each is with the operating system before the next step starts: ``kill -9`` loses none."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

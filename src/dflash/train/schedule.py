@@ -36,7 +36,7 @@ class StepPlan:
             self.epoch_ends.append(len(self.steps))
         if not self.steps:
             raise ValueError(
-                f"train.grad_accumulation is {grad_accumulation} but an epoch has only {self.dropped // max(epochs, 1)} "
+                f"train.grad_accumulation is {grad_accumulation} but an epoch has only {self.dropped // epochs} "
                 "batches: lower it or train.tokens_per_batch, or give more data"
             )
 
@@ -56,7 +56,7 @@ class StepPlan:
 
 
 def learning_rate(step: int, total: int, peak: float, warmup_ratio: float) -> float:
-    """Linear warm-up over ``int(warmup_ratio * total)`` steps, then half a cosine that would reach 0 after the last one."""
+    """Linear warm-up over ``int(warmup_ratio * total)`` steps, then half a cosine that would reach 0 after the last."""
     warmup = int(warmup_ratio * total)
     if step <= warmup:
         return peak * step / warmup

@@ -1,4 +1,4 @@
-"""The training loop: features -> blocks -> drafter -> loss -> backward, and one fp32 AdamW step per group of batches."""
+"""The training loop: features -> blocks -> drafter -> loss -> backward, one fp32 AdamW step per group of batches."""
 
 from __future__ import annotations
 
@@ -49,6 +49,12 @@ def add_noise(context_TF: Tensor, width: int, std: float, seed: int) -> Tensor:
     return (features_TLD + noise * rms * std).to(context_TF.dtype).flatten(-2)
 
 
+def _resolved(value: float | None) -> float:
+    if value is None:
+        raise ValueError("train.gamma is null: train a resolved config")
+    return value
+
+
 @dataclass
 class Trainer:
     """One drafter rank. Everything random is derived from (seed, plan), so the step number is the only position."""
@@ -67,21 +73,21 @@ class Trainer:
         c = self.config
         self.device = self.drafter.device
         self.feature_clock = Clock(self.device)
-        self.slot_weight = slot_weights(self.drafter.config.block_size, c.train.gamma, self.device)
+        self.slot_weight = slot_weights(self.drafter.config.block_size, _resolved(c.train.gamma), self.device)
         self.autocast = torch.autocast(
             self.device.type, dtype=torch.bfloat16, enabled=c.target.dtype == "bfloat16", cache_enabled=True
         )
         self.optimizer = torch.optim.AdamW(
             self.drafter.parameters(),
             lr=c.train.learning_rate,
-            betas=tuple(c.train.betas),
+            betas=(c.train.betas[0], c.train.betas[1]),
             weight_decay=c.train.weight_decay,
             fused=True,
         )
         self.progress = Progress(0, 0, 0, None, None, self.fingerprint)
         self.checkpoints = Checkpoints(self.run_dir / "checkpoints", c.checkpoint.keep_last, c.checkpoint.keep_best)
 
-    # ---- one step ------------------------------------------------------------------------------------------------------
+    # ---- one step --------------------------------------------------------------------------------------------------
 
     def train_step(self, step: int) -> tuple[dict[str, Tensor], Tensor, list[Tensor]]:
         """Forward and backward of one optimizer step's batches.
@@ -123,8 +129,8 @@ class Trainer:
         return learning_rate(step, self.plan.total, self.config.train.learning_rate, self.config.train.warmup_ratio)
 
     def anchors(self, batch: Batch, features: TargetFeatures) -> tuple[Tensor, int]:
-        """Rows of the batch's anchors, in row order (neighbours share keys: fewer attention tiles), and how many positions
-        were eligible."""
+        """Rows of the batch's anchors, in row order (neighbours share keys: fewer attention tiles), and how many
+        positions were eligible."""
         rows = [
             features.bounds[b]
             + sample_anchors(self.config.seed, batch.epoch, int(sample), self.data.sample(int(sample))[1], int(count))
@@ -133,7 +139,7 @@ class Trainer:
         budget = self.config.train.anchors_per_batch
         return anchor_rows(np.concatenate(rows), budget, self.device), int(self.data.eligible[batch.samples].sum())
 
-    # ---- the run -------------------------------------------------------------------------------------------------------
+    # ---- the run ---------------------------------------------------------------------------------------------------
 
     def resume(self, path: Path) -> None:
         """Continue from a checkpoint; the rest of the run is what it would have been."""
@@ -146,7 +152,8 @@ class Trainer:
             )
 
     def run(self, metrics: MetricsLog, interrupted: Callable[[], bool]) -> None:
-        """Train from where ``progress`` stands to the end, or until ``interrupted``; saves the last finished step either way.
+        """Train from where ``progress`` stands to the end, or until ``interrupted``; saves the last finished step
+        either way.
 
         Raises:
             NonFiniteStep, SickFeatures, CheckpointError: the run stops; the newest complete checkpoint stays.
@@ -189,10 +196,11 @@ class Trainer:
                 self.features_of(batch).check(self.target.hidden_size)
         if not (np.isfinite(norm) and np.isfinite(loss)):
             samples = [int(s) for batch in batches for s in batch.samples]
+            named = ", ".join(f"{s} ({self.data.describe(s)})" for s in samples[:16]) + ", ..." * (len(samples) > 16)
             raise NonFiniteStep(
-                f"step {step}: {'loss' if not np.isfinite(loss) else 'gradient'} is not finite (loss {loss}, gradient norm "
-                f"{norm}); the step was not applied. Its samples: {', '.join(self.data.describe(s) for s in samples[:16])}"
-                f"{' ...' if len(samples) > 16 else ''}. Lower train.learning_rate or look at these rows, then resume"
+                f"step {step}: {'loss' if not np.isfinite(loss) else 'gradient'} is not finite (loss {loss}, gradient "
+                f"norm {norm}); the step was not applied. Its samples: {named}. Lower train.learning_rate or look at "
+                "these rows, then resume"
             )
         self.update(step, grad_norm)
         tokens = int(sum(self.data.lengths[batch.samples].sum() for batch in batches))
@@ -225,9 +233,8 @@ class Trainer:
         metrics.write(
             {"kind": "eval", "step": step, **result, "eval_s": time.perf_counter() - started, "time": time.time()}
         )
-        log.info(
-            f"step {step}: accepted length {value:.3f} over {result['rounds']} rounds on {result['prompts']} held-out prompts"
-        )
+        over = f"{result['rounds']} rounds on {result['prompts']} held-out prompts"
+        log.info(f"step {step}: accepted length {value:.3f} over {over}")
         if self.progress.best_value is not None and value <= self.progress.best_value:
             return False
         self.progress.best_step, self.progress.best_value = step, value
