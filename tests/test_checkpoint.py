@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 import dflash.train.checkpoint as checkpoint
 from dflash.model import DFlashConfig, DFlashDraftModel
@@ -35,7 +35,7 @@ def steps(model, optimizer, count, seed):
 
 
 def progress(step, best=None):
-    return Progress(step, 10 * step, step, best, None if best is None else 1.0, {"data": "x"})
+    return Progress(step, 10 * step, step, best, None if best is None else 1.0, "answers", {"data": "x"})
 
 
 def test_resumed_state_equals_the_state_that_was_saved(tmp_path):
@@ -85,14 +85,20 @@ def test_incomplete_folders_do_not_exist_for_readers_and_are_swept(tmp_path):
     store.save(model, optimizer, progress(1))
     store.wait()
     (tmp_path / "step_000002").mkdir()
+    (tmp_path / "step_000001_copy").mkdir()  # a user's own
+    (tmp_path / "step_000001_copy" / "COMPLETE").touch()
     (tmp_path / ".writing_000003").mkdir()
     assert store.newest().name == "step_000001"
     store.remove_remains()
-    assert [p.name for p in tmp_path.iterdir()] == ["step_000001"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000001", "step_000001_copy"]
 
 
 @pytest.mark.parametrize(
-    "fault", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("No space left on device")]
+    "fault",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        SafetensorError("I/O error: No space left on device (os error 28)"),
+    ],
 )
 def test_a_disk_that_fills_during_the_save_names_what_was_needed(tmp_path, monkeypatch, fault):
     model = drafter()
@@ -118,7 +124,7 @@ def test_no_room_is_said_before_anything_is_written(tmp_path, monkeypatch):
     optimizer = optimizer_of(model)
     steps(model, optimizer, 1, 0)
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: type("U", (), {"free": 10})())
-    with pytest.raises(CheckpointError, match=r"checkpoint\.keep_last"):
+    with pytest.raises(CheckpointError, match=r"step 1 needs .* make room"):
         Checkpoints(tmp_path, 2, True).save(model, optimizer, progress(1))
     assert list(tmp_path.iterdir()) == []
 

@@ -119,7 +119,6 @@ WRONG = {
     "noise.start=-1": ("noise.start", "at least 0"),
     "eval.every=0": ("eval.every", "at least 1"),
     "checkpoint.keep_best=1": ("checkpoint.keep_best", "true or false"),
-    "log.trackers=[mlflow]": ("log.trackers[0]", "tensorboard"),
     "seed=-1": ("seed", "at least 0"),
     "train=3": ("train", "train.epochs="),
     "epochs": ("epochs", "key=value"),

@@ -20,7 +20,7 @@ def learned(make, kinds):
     """A drafter that drafts something: fitted for a moment to the target's own greedy answers."""
     tmp_path = Path(tempfile.gettempdir())  # nothing is written: the run never saves
     module = make(0)
-    borrowed = Target.from_module(module, None, [0, 2], "final")
+    borrowed = Target(module, None, [0, 2], "final")
     prompts = [np.random.default_rng(s).integers(10, 100, 5 + s % 3).tolist() for s in range(6)]
     answers = [
         Answer(f"p:{i}", p, a) for i, (p, a) in enumerate(zip(prompts, borrowed.greedy(prompts, 40, 3), strict=True))
@@ -123,7 +123,7 @@ def test_summary_pools_over_rounds_and_names_the_other_mean():
 
 def test_answers_are_generated_once_and_read_back(tmp_path):
     module = tiny_llama(0)
-    target = Target.from_module(module, None, [0, 2], "final")
+    target = Target(module, None, [0, 2], "final")
     prompts = [type("P", (), {"ids": np.array([11, 12, 13]), "origin": "p:1"})()]
     path = tmp_path / "answers.jsonl"
     first = load_or_generate(path, target, prompts, 6, 2)

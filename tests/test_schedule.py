@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from dflash.data.conversations import DataError
 from dflash.train.log import MetricsLog, drop_lines_after, read_lines
 from dflash.train.schedule import StepPlan, learning_rate, noise_seed, noise_std
 from dflash.train.trainer import add_noise
@@ -34,7 +35,7 @@ def test_steps_never_mix_epochs_and_the_rest_is_counted():
 
 
 def test_no_whole_step_is_an_error_that_names_the_key():
-    with pytest.raises(ValueError, match=r"train.grad_accumulation is 4 but an epoch has only 3"):
+    with pytest.raises(DataError, match=r"train.grad_accumulation is 4 but an epoch has only 3"):
         StepPlan(Epochs([3, 3]), 2, 4)
 
 

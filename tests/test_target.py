@@ -30,7 +30,7 @@ def reference(module, row):
 @pytest.mark.parametrize("lengths", [(9,), (5, 13, 1, 80), (7, 7, 70)])
 def test_features_and_labels_are_those_of_each_document_by_itself(make, lengths):
     module = make(1)
-    target = Target.from_module(module, None, [2, 0], "final")  # in the order asked for, not sorted
+    target = Target(module, None, [2, 0], "final")  # in the order asked for, not sorted
     rows, masks = documents(lengths)
     total = sum(lengths)
     got = target.capture(rows, masks, [40 + i for i in range(len(rows))], pad_to=total + 6)
@@ -40,8 +40,10 @@ def test_features_and_labels_are_those_of_each_document_by_itself(make, lengths)
         part = slice(got.bounds[b], got.bounds[b + 1])
         want = reference(module, row)
         context = torch.cat([want.hidden_states[3][0], want.hidden_states[1][0]], dim=-1)
-        torch.testing.assert_close(got.context[part], context, rtol=1e-5, atol=1e-5)
-        assert torch.equal(got.labels[part].long(), want.logits[0].argmax(-1))  # every position
+        torch.testing.assert_close(got.context[part], context, rtol=1e-4, atol=1e-4)
+        supervised = torch.from_numpy(masks[b])
+        choice = want.logits[0].argmax(-1)  # at every supervised position, 100 %
+        assert torch.equal(got.labels[part].long(), choice.where(supervised, torch.tensor(-1)))
         assert got.ids[part].tolist() == row.tolist() and got.loss_mask[part].tolist() == masks[b].tolist()
         assert got.pos[part].tolist() == list(range(len(row))) and got.seq[part].eq(b).all()
     tail = slice(total, None)
@@ -55,8 +57,9 @@ def test_features_and_labels_are_those_of_each_document_by_itself(make, lengths)
 def test_labels_of_an_inner_layer_pass_the_final_norm_once(make, label_layer):
     module = make(2)
     layer = module.config.num_hidden_layers - 1 if label_layer == "last" else label_layer
-    target = Target.from_module(module, None, [0, 2], layer)
-    rows, masks = documents((70, 6))
+    target = Target(module, None, [0, 2], layer)
+    rows, _ = documents((70, 6))
+    masks = [np.ones(len(row), dtype=bool) for row in rows]
     got = target.capture(rows, masks, [0, 1])
     head = module.get_output_embeddings()
     decoder = module.get_decoder()
@@ -76,10 +79,10 @@ def test_labels_of_an_inner_layer_pass_the_final_norm_once(make, label_layer):
 def test_the_hybrid_norm_matters_here(make):
     """The tiny targets' norms are so far from neutral that skipping or doubling one moves labels."""
     module = make(1)
-    target = Target.from_module(module, None, [0], "final")
+    target = Target(module, None, [0], "final")
     row = documents((60,))[0][0]
     hidden = reference(module, row).hidden_states[-1][0]
-    own = target.capture([row], [row > 0], [0]).labels.long()
+    own = target.capture([row], [np.ones(len(row), dtype=bool)], [0]).labels.long()
     wrong = [target.final_norm(hidden), hidden / target.final_norm.weight]
     assert all((F.linear(h, target.head_weight).argmax(-1) != own).any() for h in wrong)
 
@@ -88,41 +91,41 @@ def test_the_hybrid_norm_matters_here(make):
 @pytest.mark.parametrize("make", [tiny_llama, tiny_qwen35])
 def test_embedding_and_head_are_the_models_own(make, tied):
     module = make(3, tie_word_embeddings=tied)
-    target = Target.from_module(module, None, [0], "final")
+    target = Target(module, None, [0], "final")
     assert target.embed is module.get_input_embeddings() and target.final_norm is module.model.norm
     assert target.head_weight.data_ptr() == module.lm_head.weight.data_ptr() and target.head_bias is None
     assert (target.head_weight is target.embed.weight) == tied
     assert not any(p.requires_grad for p in module.parameters()) and not module.training
     row = documents((30,))[0][0]
-    got = target.capture([row], [row > 0], [0])
+    got = target.capture([row], [np.ones(len(row), dtype=bool)], [0])
     assert torch.equal(got.labels.long(), reference(module, row).logits[0].argmax(-1))
 
 
 def test_head_bias_decides():
     module = tiny_phi(0)
-    target = Target.from_module(module, None, [0], "final")
+    target = Target(module, None, [0], "final")
     assert target.head_bias is module.lm_head.bias
     row = documents((40,))[0][0]
     with torch.no_grad():
         module.lm_head.bias[77] = 1e3
-    assert target.capture([row], [row > 0], [0]).labels.eq(77).all()
+    assert target.capture([row], [np.ones(len(row), dtype=bool)], [0]).labels.eq(77).all()
 
 
 @pytest.mark.parametrize("make", MAKERS)
 def test_a_document_does_not_depend_on_its_neighbours(make):
-    target = Target.from_module(make(4), None, [1, 2], "final")
+    target = Target(make(4), None, [1, 2], "final")
     rows, masks = documents((20, 75, 33), seed=5)
     alone = target.capture(rows[:1], masks[:1], [0])
     for others in ([1], [2, 1], [1, 2]):
         order = [*others, 0]
         got = target.capture([rows[i] for i in order], [masks[i] for i in order], order, pad_to=200)
         part = slice(got.bounds[-2], got.bounds[-1])
-        torch.testing.assert_close(got.context[part], alone.context, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got.context[part], alone.context, rtol=1e-4, atol=1e-4)
         assert torch.equal(got.labels[part], alone.labels)
 
 
 def test_labels_are_the_same_in_chunks(monkeypatch):
-    target = Target.from_module(tiny_qwen3(0), None, [0], "final")
+    target = Target(tiny_qwen3(0), None, [0], "final")
     rows, masks = documents((50, 23))
     whole = target.capture(rows, masks, [0, 1])
     monkeypatch.setattr("dflash.target.model.LOGITS_BYTES", 7 * 192 * 4)
@@ -131,7 +134,7 @@ def test_labels_are_the_same_in_chunks(monkeypatch):
 
 def test_dropout_in_the_config_leaves_the_target_deterministic():
     module = tiny_llama(0, attention_dropout=0.5).train()
-    target = Target.from_module(module, None, [0, 2], "final")
+    target = Target(module, None, [0, 2], "final")
     rows, masks = documents((40, 12))
     first, second = (target.capture(rows, masks, [0, 1]) for _ in range(2))
     assert torch.equal(first.context, second.context) and torch.equal(first.labels, second.labels)
@@ -139,7 +142,7 @@ def test_dropout_in_the_config_leaves_the_target_deterministic():
 
 @pytest.mark.parametrize("make", [tiny_llama, tiny_qwen35])
 def test_autocast_around_it_does_not_reach_the_target(make):
-    target = Target.from_module(make(0), None, [0, 2], 1)
+    target = Target(make(0), None, [0, 2], 1)
     rows, masks = documents((40, 12))
     plain = target.capture(rows, masks, [0, 1])
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -148,7 +151,7 @@ def test_autocast_around_it_does_not_reach_the_target(make):
 
 
 def test_features_serve_autograd_and_hold_no_graph():
-    target = Target.from_module(tiny_llama(0), None, [0, 2], "final")
+    target = Target(tiny_llama(0), None, [0, 2], "final")
     rows, masks = documents((8,))
     context = target.capture(rows, masks, [0]).context
     assert not context.requires_grad and not context.is_inference()
@@ -159,7 +162,7 @@ def test_features_serve_autograd_and_hold_no_graph():
 
 def test_hooks_are_gone_after_a_capture_that_failed():
     module = tiny_llama(0)
-    target = Target.from_module(module, None, [0, 2], "final")
+    target = Target(module, None, [0, 2], "final")
     broken = module.model.layers[3].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         target.capture(*documents((8,)), [0])
@@ -191,7 +194,7 @@ def test_greedy_in_batches_equals_a_loop_without_cache(make):
     ends = sorted({EOS, *(greedy_loop(module, prompts[i], 8, {EOS})[i] for i in (1, 3))})  # some answers end early
     sampling = dict(temperature=5.0, top_k=3, repetition_penalty=4.0, suppress_tokens=[40], min_new_tokens=12)
     module.generation_config.update(eos_token_id=ends, do_sample=True, **sampling)
-    target = Target.from_module(module, None, [0], "final")
+    target = Target(module, None, [0], "final")
     assert target.eos_ids == ends
     want = [greedy_loop(module, prompt, 16, set(ends)) for prompt in prompts]
     for batch_size in (1, 3, 16):
@@ -201,7 +204,7 @@ def test_greedy_in_batches_equals_a_loop_without_cache(make):
 
 def test_hybrid_prompts_are_never_padded(monkeypatch):
     module = tiny_qwen35(0)
-    target = Target.from_module(module, None, [0], "final")
+    target = Target(module, None, [0], "final")
     seen, generate = [], module.generate
 
     def watched(ids, attention_mask, **settings):
@@ -211,7 +214,7 @@ def test_hybrid_prompts_are_never_padded(monkeypatch):
     monkeypatch.setattr(module, "generate", watched)
     target.greedy([[1, 2, 3], [4, 5], [6, 7, 8], [9, 10, 11]], 2, 2)
     assert [tuple(mask.shape) for mask in seen] == [(2, 3), (1, 3), (1, 2)] and all(mask.all() for mask in seen)
-    assert target.hybrid and not Target.from_module(tiny_gemma2(0), None, [0], "final").hybrid
+    assert target.hybrid and not Target(tiny_gemma2(0), None, [0], "final").hybrid
 
 
 def test_end_tokens_are_the_generation_configs_and_the_tokenizers():
@@ -220,9 +223,9 @@ def test_end_tokens_are_the_generation_configs_and_the_tokenizers():
 
     module = tiny_llama(0)
     module.generation_config.eos_token_id = 4
-    assert Target.from_module(module, Tokenizer(), [0], "final").eos_ids == [4, 9]
+    assert Target(module, Tokenizer(), [0], "final").eos_ids == [4, 9]
     bare = tiny_llama(0, eos_token_id=None)
-    target = Target.from_module(bare, None, [0], "final")
+    target = Target(bare, None, [0], "final")
     assert target.eos_ids == [] and len(target.greedy([[5]], 30, 1)[0]) == 30
     assert target.greedy([], 30, 1) == []
 
@@ -240,7 +243,7 @@ def test_a_model_that_changes_the_hidden_state_before_its_head_is_refused():
     module = tiny_llama(0)
     module.__class__ = Twisted
     with pytest.raises(TargetError, match="Twisted does not choose the tokens"):
-        Target.from_module(module, None, [0], "final")
+        Target(module, None, [0], "final")
 
 
 def test_a_norm_that_is_not_all_there_is_refuses_only_an_inner_label_layer():
@@ -249,15 +252,15 @@ def test_a_norm_that_is_not_all_there_is_refuses_only_an_inner_label_layer():
 
     module = tiny_llama(0)
     module.model.register_forward_hook(flip)
-    Target.from_module(copy.deepcopy(module), None, [0], "final")
+    Target(copy.deepcopy(module), None, [0], "final")
     with pytest.raises(TargetError, match="label_layer: final"):
-        Target.from_module(module, None, [0], 2)
+        Target(module, None, [0], 2)
 
 
 def test_a_head_of_another_width_is_refused():
     shape = dict(vocab_size=192, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, ffn_dim=48)
     with pytest.raises(TargetError, match="OPTForCausalLM has layers 32 wide, a head that reads 16"):
-        Target.from_module(OPTForCausalLM(OPTConfig(**shape, word_embed_proj_dim=16)), None, [0], "final")
+        Target(OPTForCausalLM(OPTConfig(**shape, word_embed_proj_dim=16)), None, [0], "final")
 
 
 def test_weights_that_are_not_finite_are_refused():
@@ -265,7 +268,7 @@ def test_weights_that_are_not_finite_are_refused():
     with torch.no_grad():
         module.model.norm.weight[3] = float("nan")
     with pytest.raises(TargetError, match="not finite"):
-        Target.from_module(module, None, [0], "final")
+        Target(module, None, [0], "final")
 
 
 def test_missing_parts_are_named():
@@ -274,7 +277,7 @@ def test_missing_parts_are_named():
         module = tiny_llama(0)
         delattr(module.model, part)
         with pytest.raises(TargetError, match=message):
-            Target.from_module(module, None, [0], "final")
+            Target(module, None, [0], "final")
 
 
 UNFIT = [([0, 0], "final"), ([-1, 2], "final"), ([1, 4], "final"), ([0, 3], "final"), ([0, 2], 2), ([], 1), ([0], 9)]
@@ -283,11 +286,11 @@ UNFIT = [([0, 0], "final"), ([-1, 2], "final"), ([1, 4], "final"), ([0, 3], "fin
 @pytest.mark.parametrize(("context", "label"), UNFIT)
 def test_layer_ids_that_do_not_fit_are_refused(context, label):
     with pytest.raises(TargetError, match="different layers out of 0 to 3"):
-        Target.from_module(tiny_llama(0), None, context, label)
+        Target(tiny_llama(0), None, context, label)
 
 
 def test_rows_that_do_not_fit_are_refused_by_sample():
-    target = Target.from_module(tiny_llama(0), None, [0], "final")
+    target = Target(tiny_llama(0), None, [0], "final")
     rows, masks = documents((4, 6))
     for bad, message in (
         (([rows[0], [5, 192]], [masks[0], [True, True]], [7, 8]), "sample 8: token ids 5 to 192.*0 to 191"),

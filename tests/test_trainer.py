@@ -47,7 +47,7 @@ def trainer(
     tmp_path, data, steps, target=None, dtype="float32", noise=(0.0, 0.0), lr=1e-3, kinds=("full_attention",), seed=0
 ):
     module = target or tiny_llama(0)
-    borrowed = Target.from_module(module, None, [0, 2], "final")
+    borrowed = Target(module, None, [0, 2], "final")
     config = SimpleNamespace(
         seed=0,
         target=SimpleNamespace(dtype=dtype),

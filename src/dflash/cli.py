@@ -23,6 +23,8 @@ def train(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides, check_files=not args.dry_run)
     target_config = check.find_target_config(config, weights_needed=not args.dry_run)
     config = resolve(config, target_config)
+    # What null, a branch or a tag meant today: the run's own config names the commit.
+    config.target.revision = getattr(target_config, "_commit_hash", None) or config.target.revision
     if args.dry_run:
         for problem in missing_files(config):
             print(f"dflash: warning: {problem}", file=sys.stderr)

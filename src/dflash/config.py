@@ -55,6 +55,8 @@ class TargetConfig:
 
 @dataclass(kw_only=True)
 class PlacementConfig:
+    """Which devices do what. The last four keys concern several processes, which ``train`` refuses yet."""
+
     target: Texts = field(default_factory=lambda: ["cuda:0"])
     """Devices that serve the target: ``cpu``, ``cuda:N``, or ``NODE/cuda:N`` over several machines."""
     gpus_per_replica: Count = 1
@@ -122,7 +124,7 @@ class TrainConfig:
     warmup_ratio: Share = 0.04
     """Linear warm-up, as a share of all optimizer steps."""
     schedule: Literal["cosine"] = "cosine"
-    """From the peak down to 0 at the last step."""
+    """From the peak down to what would be 0 one step after the last."""
     betas: Annotated[list[Share], Bounds(least=2, below=3)] = field(default_factory=lambda: [0.9, 0.95])
     """AdamW. A shorter second moment than 0.999 follows the fast early phase."""
     weight_decay: NotNegative = 0.0
@@ -142,7 +144,7 @@ class TrainConfig:
 @dataclass(kw_only=True)
 class NoiseConfig:
     start: NotNegative = 0.0
-    """Standard deviation of noise on the context features at step 0, in units of their RMS. Zero is exactly none."""
+    """Standard deviation of noise on the context features at step 1, in units of their RMS. Zero is exactly none."""
     end: NotNegative = 0.0
     """The same at the last step; linear between."""
 
@@ -150,11 +152,7 @@ class NoiseConfig:
 @dataclass(kw_only=True)
 class LogConfig:
     every: Count = 1
-    """Optimizer steps per line of metrics.jsonl."""
-    trackers: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
-    """Besides metrics.jsonl, which is always written."""
-    alert_window: Count = 2500
-    """Steps without a better rolling average before the run says so."""
+    """Optimizer steps from one line of metrics.jsonl to the next; each line is its own step's."""
 
 
 @dataclass(kw_only=True)
@@ -381,9 +379,19 @@ def resolve(config: Config, target_config: Any) -> Config:
         config,
         target=replace(config.target, context_layers=layers),
         drafter=replace(config.drafter, **shape),
-        data=replace(config.data, cache_dir=str(Path(config.data.cache_dir or "~/.cache/dflash").expanduser())),
+        # Absolute, so that a resume from elsewhere finds them.
+        data=replace(
+            config.data,
+            cache_dir=_absolute(config.data.cache_dir or "~/.cache/dflash"),
+            features=config.data.features and _absolute(config.data.features),
+        ),
+        run_dir=str(Path(config.run_dir).expanduser()),
         train=replace(config.train, gamma=config.train.gamma or default_gamma(config.drafter.block_size)),
     )
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
 
 
 def _drafter_shape(d: DrafterConfig, known: Any) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def ranks_by_slot(rank_M: Tensor, counted_NJ: Tensor) -> Tensor:
 def pooled_sums(
     blocks: Blocks, rank_NJ: Tensor, weighted_loss: Tensor, weight_sum: Tensor, eligible: int
 ) -> dict[str, Tensor]:
-    """Numerators and denominators of one micro-batch (fp64 on the CPU's terms: integers stay exact), on its device."""
+    """Numerators and denominators of one micro-batch in fp64, on its device."""
     counted, path = blocks.counted_NJ, blocks.on_path_NJ
     hits = {top: (rank_NJ < top) & counted for top in TOP}
     sums = {

@@ -88,7 +88,7 @@ def score_blocks(
     slots_NJD = hidden[0].unflatten(0, (-1, config.block_size))[:, 1:]
     weight_NJ = slot_weight_J * blocks.counted_NJ
     counted = blocks.counted_NJ
-    # Only counted slots meet the head: it is a third of the work, and rows off the answer would be thrown away.
+    # Only counted slots meet the head, the largest matrix of all; the others have no label.
     loss = frozen_head_loss(
         slots_NJD[counted], borrowed.head_weight, blocks.labels_NJ[counted], weight_NJ[counted], borrowed.head_bias
     )

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dflash.data.conversations import DataError
+
 # First word of every seed, so that no two streams coincide. All seeds are four words long: numpy pads shorter ones with
 # zeros, and [a, b, c] would be [a, b, c, 0].
 SHUFFLE, STRIDE, ANCHORS = 0x5348, 0x5354, 0x414E
@@ -38,7 +40,7 @@ class BatchPlan:
         length_buckets: number of groups of similar length; batches do not mix them.
 
     Raises:
-        ValueError: a sample is longer than the budget, or there is none.
+        DataError: a sample is longer than the budget, or there is none.
     """
 
     def __init__(
@@ -54,10 +56,10 @@ class BatchPlan:
         self.lengths, self.eligible = np.asarray(lengths, dtype=np.int64), np.asarray(eligible, dtype=np.int64)
         self.seed, self.tokens_per_batch, self.anchors_per_batch = seed, tokens_per_batch, anchors_per_batch
         if not len(self.lengths):
-            raise ValueError("no sample to plan batches of; give data of which rows can be used")
+            raise DataError("no sample to plan batches of; give data of which rows can be used")
         longest = int(self.lengths.argmax())
         if self.lengths[longest] > tokens_per_batch:
-            raise ValueError(
+            raise DataError(
                 f"sample {longest} has {self.lengths[longest]} tokens and train.tokens_per_batch is {tokens_per_batch}"
                 "; raise it or lower data.max_length"
             )

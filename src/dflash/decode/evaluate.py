@@ -9,6 +9,7 @@ with the training code itself (:func:`dflash.score.score_blocks`), so it cannot 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -67,18 +68,21 @@ def load_or_generate(
 ) -> list[Answer]:
     """The target's greedy answers to ``prompts``: generated once, then kept in ``path`` (JSON lines).
 
+    The first line says what they answer (prompts, length limit, weights); where that differs they are generated anew.
     Answers of fewer than two tokens are kept, but give no round.
     """
-    if not path.exists():
-        answers = target.greedy([prompt.ids.tolist() for prompt in prompts], max_new_tokens, batch_size)
-        lines = [
-            json.dumps(asdict(Answer(prompt.origin, prompt.ids.tolist(), list(answer))))
-            for prompt, answer in zip(prompts, answers, strict=True)
-        ]
+    asked = [prompt.ids.tolist() for prompt in prompts]
+    made_for = {"prompts": asked, "max_new_tokens": max_new_tokens, "target": target.fingerprint()}
+    head = json.dumps({"made_for": hashlib.sha256(json.dumps(made_for).encode()).hexdigest()})
+    kept = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
+    if kept[:1] != [head]:
+        answers = target.greedy(asked, max_new_tokens, batch_size)
+        made = [Answer(prompt.origin, ids, a) for prompt, ids, a in zip(prompts, asked, answers, strict=True)]
+        kept = [head, *(json.dumps(asdict(answer)) for answer in made)]
         part = path.with_suffix(".tmp")
-        part.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        part.write_text("\n".join(kept) + "\n", encoding="utf-8")
         os.replace(part, path)
-    return [Answer(**json.loads(line)) for line in path.read_text(encoding="utf-8").split("\n") if line]
+    return [Answer(**json.loads(line)) for line in kept[1:] if line]
 
 
 @torch.no_grad()
@@ -89,12 +93,13 @@ def walk(
     device = target.device
     weight = slot_weights(drafter.config.block_size, gamma=1.0, device=device)
     streak_at: list[np.ndarray] = [np.zeros(len(a.prompt) + len(a.answer), dtype=np.int64) for a in answers]
-    for group in _groups(answers, tokens_per_batch):
+    lengths = [len(a.prompt) + len(a.answer) for a in answers]
+    for group in _groups(lengths, tokens_per_batch):
         features = target.capture(
             [np.array(answers[i].prompt + answers[i].answer) for i in group],
             [np.array([False] * len(answers[i].prompt) + [True] * len(answers[i].answer)) for i in group],
             group,
-            padded_tokens(tokens_per_batch, device),
+            padded_tokens(max(tokens_per_batch, sum(lengths[i] for i in group)), device),
         )
         rows = [
             row
@@ -123,16 +128,14 @@ def accept_points(streak_at: np.ndarray, prompt_length: int) -> list[int]:
     return lengths
 
 
-def _groups(answers: Sequence[Answer], tokens_per_batch: int) -> list[list[int]]:
+def _groups(lengths: Sequence[int], tokens_per_batch: int) -> list[list[int]]:
     """Indices in groups whose tokens fit the budget (at least one each); the longest first, so that rows pad little."""
-    order = sorted(range(len(answers)), key=lambda i: (-len(answers[i].prompt) - len(answers[i].answer), i))
     groups: list[list[int]] = []
     budget = 0
-    for i in order:
-        length = len(answers[i].prompt) + len(answers[i].answer)
-        if not groups or length > budget:
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if not groups or lengths[i] > budget:
             groups.append([])
             budget = tokens_per_batch
         groups[-1].append(i)
-        budget -= length
+        budget -= lengths[i]
     return groups

@@ -10,6 +10,10 @@ _MIRRORED = ("block_size", "mask_token_id", "target_layer_ids")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
+class DrafterError(ValueError):
+    """A config from which no drafter can be built; the sentence says which field."""
+
+
 class DFlashConfig(Qwen3Config):
     """Shape of a drafter. ``model_type`` stays ``qwen3``, as in the published drafters that vLLM and SGLang load.
 
@@ -24,7 +28,7 @@ class DFlashConfig(Qwen3Config):
         kwargs: everything of ``Qwen3Config``; ``hidden_size`` and ``vocab_size`` are the target's.
 
     Raises:
-        ValueError: a required field is absent, two spellings differ, or sliding layers have no usable window.
+        DrafterError: a required field is absent, two spellings differ, or sliding layers have no usable window.
     """
 
     model_type = "qwen3"
@@ -44,7 +48,7 @@ class DFlashConfig(Qwen3Config):
             if value is None:
                 given[key] = nested.get(key)
             elif nested.get(key) not in (None, value):
-                raise ValueError(f"{key} is {value} at top level and {nested[key]} in dflash_config: keep one")
+                raise DrafterError(f"{key} is {value} at top level and {nested[key]} in dflash_config: keep one")
         kwargs.setdefault("architectures", ["DFlashDraftModel"])
         if any(kind == "sliding_attention" for kind in kwargs.get("layer_types") or ()):
             kwargs.setdefault("use_sliding_window", True)
@@ -63,18 +67,18 @@ class DFlashConfig(Qwen3Config):
         """
         missing = [key for key in _MIRRORED if getattr(self, key) is None]
         if missing:
-            raise ValueError(f"drafter config lacks {', '.join(missing)}: a published drafter always names them")
+            raise DrafterError(f"drafter config lacks {', '.join(missing)}: a published drafter always names them")
         if self.block_size < 2:
-            raise ValueError(f"block_size is {self.block_size}: a block is the anchor and at least one drafted token")
+            raise DrafterError(f"block_size is {self.block_size}: a block is the anchor and at least one drafted token")
         layer_types = self.layer_types or []
         unknown = sorted(set(layer_types) - set(LAYER_TYPES))
         if unknown or len(layer_types) != self.num_hidden_layers:
-            raise ValueError(
+            raise DrafterError(
                 f"layer_types {layer_types} must name one of {', '.join(LAYER_TYPES)} for each of the "
                 f"{self.num_hidden_layers} layers"
             )
         if "sliding_attention" in layer_types and (self.sliding_window or 0) < self.block_size:
-            raise ValueError(f"sliding_window is {self.sliding_window}: it must hold a block of {self.block_size}")
+            raise DrafterError(f"sliding_window is {self.sliding_window}: it must hold a block of {self.block_size}")
         return self
 
     def to_dict(self) -> dict[str, Any]:

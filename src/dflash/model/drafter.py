@@ -8,6 +8,7 @@ Shape letters: B batch, S context tokens, Q block slots, D hidden size, H heads,
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,18 +23,18 @@ from dflash.model.config import DFlashConfig
 from dflash.model.mask import decoding_mask
 
 Mask = Tensor | BlockMask | None
-_flex = None
+
+
+@cache
+def _flex(on_gpu: bool) -> Any:
+    """Uncompiled flex attention materialises the full score matrix."""
+    return torch.compile(flex_attention) if on_gpu else flex_attention
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
     """Grouped-query attention of [B, H, Q, d] over [B, H_kv, S + Q, d]; the mask's type picks the backend."""
-    global _flex
     if isinstance(mask, BlockMask):
-        if _flex is None:
-            # Uncompiled flex attention materialises the full score matrix.
-            _flex = torch.compile(flex_attention) if query.is_cuda else flex_attention
-        out: Tensor = _flex(query, key, value, block_mask=mask, enable_gqa=True)
-        return out
+        return _flex(query.is_cuda)(query, key, value, block_mask=mask, enable_gqa=True)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
 

@@ -18,6 +18,7 @@ followed by the N*K slots.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -76,8 +77,9 @@ def flex_mask(rule: Visibility, tokens: int, slots: int, device: torch.device | 
 
     Compiled: the plain builder holds several dense ``slots x keys`` integer tensors at once, gigabytes at 512 anchors.
     """
-    build = _compiled_builder() if torch.device(device).type == "cuda" else create_block_mask
-    mask: BlockMask = build(rule, None, None, slots, tokens + slots, device=device)
+    mask: BlockMask = _builder(torch.device(device).type == "cuda")(
+        rule, None, None, slots, tokens + slots, device=device
+    )
     return mask
 
 
@@ -120,11 +122,6 @@ def decoding_mask(
     return near if valid is None else near & valid
 
 
-_builder: Callable[..., BlockMask] | None = None
-
-
-def _compiled_builder() -> Callable[..., BlockMask]:
-    global _builder
-    if _builder is None:
-        _builder = torch.compile(create_block_mask)
-    return _builder
+@cache
+def _builder(on_gpu: bool) -> Callable[..., BlockMask]:
+    return torch.compile(create_block_mask) if on_gpu else create_block_mask

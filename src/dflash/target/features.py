@@ -30,7 +30,7 @@ class TargetFeatures:
     context: Tensor
     """[T, L*D] in the target's dtype: outputs of the context layers, concatenated in the order of the config."""
     labels: Tensor
-    """int32 [T]: argmax of the target's logits at each position, i.e. its choice for the next position."""
+    """int32 [T]: argmax of the target's logits where supervised, i.e. its choice for the next position; else -1."""
     loss_mask: Tensor
     """bool [T]: position is supervised, i.e. its token is one the target itself would have generated."""
     seq: Tensor

@@ -38,7 +38,10 @@ def load_target_config(model: str, revision: str | None = None) -> Any:
     Raises:
         TargetError: nothing there, or nothing that transformers knows.
     """
-    return _read(AutoConfig, model, revision).get_text_config(decoder=True)
+    whole = _read(AutoConfig, model, revision)
+    text = whole.get_text_config(decoder=True)
+    text._commit_hash = getattr(whole, "_commit_hash", None)  # of a hub id: what a branch or tag means today
+    return text
 
 
 def load_tokenizer(model: str, revision: str | None = None) -> Any:

@@ -5,6 +5,7 @@ Shape letters: T packed tokens (padding included), B sequences, L context layers
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -128,12 +129,14 @@ class Target:
         module.generation_config = self._generation_config()
         self._self_test()
 
-    @classmethod
-    def from_module(
-        cls, module: Any, tokenizer: Any, context_layers: Sequence[int], label_layer: int | Literal["final"] = "final"
-    ) -> Target:
-        """A target from a model already in memory."""
-        return cls(module, tokenizer, context_layers, label_layer)
+    def fingerprint(self) -> str:
+        """Digest of the weights, from both ends of every tensor: tells fine-tunes under one name apart."""
+        digest = hashlib.sha256()
+        for name, parameter in self.module.named_parameters():
+            flat = parameter.detach().flatten()
+            digest.update(name.encode())
+            digest.update(torch.cat([flat[:32], flat[-32:]]).float().cpu().numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     # ---- features and labels -----------------------------------------------------------------------------------------
 
@@ -168,6 +171,8 @@ class Target:
         padded_BS = np.zeros((len(rows), longest), dtype=np.int64)
         padded_BS[seq, pos] = ids
         real = self._on_device(seq * longest + pos, np.int64)
+        loss_mask = np.concatenate([np.asarray(mask, dtype=bool) for mask in loss_masks])
+        supervised = self._on_device(np.flatnonzero(loss_mask), np.int64)
 
         packed_rows = max(total, pad_to or 0)
         width = self.hidden_size
@@ -182,11 +187,11 @@ class Target:
         sinks = {layer: keep(slot) for slot, layer in enumerate(self.context_layers)}
         label_rows: list[Tensor] = []
         if self.label_layer != "final":
-            sinks[self.label_layer] = lambda hidden_BSD: label_rows.append(hidden_BSD.flatten(0, 1)[real])
+            sinks[self.label_layer] = lambda hidden_BSD: label_rows.append(hidden_BSD.flatten(0, 1)[real[supervised]])
         with self._taps(sinks), sdpa_kernel(SHAPE_FREE_ATTENTION):
             out = self._decoder(input_ids=self._on_device(padded_BS, np.int64), use_cache=False)
         if self.label_layer == "final":
-            normed_TD = out.last_hidden_state.flatten(0, 1)[real]  # past the final norm already
+            normed_TD = out.last_hidden_state.flatten(0, 1)[real[supervised]]  # past the final norm already
         else:
             normed_TD = self.final_norm(label_rows.pop())
         del out
@@ -196,13 +201,14 @@ class Target:
             whole[:total] = values
             return self._on_device(whole, dtype)
 
+        # A slot that counts has its label at a supervised position: the head is spared the prompts.
         labels = torch.full((packed_rows,), -1, dtype=torch.int32, device=self.device)
-        labels[:total] = self._choice(normed_TD)
+        labels[supervised] = self._choice(normed_TD)
         return TargetFeatures(
             ids=packed(ids, np.int64, 0),
             context=context_TF,
             labels=labels,
-            loss_mask=packed(np.concatenate([np.asarray(mask, dtype=bool) for mask in loss_masks]), bool, 0),
+            loss_mask=packed(loss_mask, bool, 0),
             seq=packed(seq, np.int32, -1),
             pos=packed(pos, np.int64, 0),
             bounds=bounds.tolist(),

@@ -6,6 +6,8 @@ goes on with the missing shards and ends with the same bits.
 
     FOLDER/manifest.json      what the features are of; compared in full before any is used
     FOLDER/00000.safetensors  context [T, L*D], labels [T]; samples end to end, in data order
+
+Rows are captured in groups of similar length: against a capture inside training only rounding differs.
 """
 
 from __future__ import annotations
@@ -55,6 +57,10 @@ class FeatureStore:
         self.shard_of = np.searchsorted(self.first_sample, np.arange(len(data)), side="right") - 1
         self._open: dict[int, Any] = {}
         manifest = folder / "manifest.json"
+        if not manifest.exists() and any(folder.glob("*.safetensors")):
+            raise StoreError(
+                f"data.features: {folder} holds files but no manifest.json that says of what: name another"
+            )
         if manifest.exists():
             stored = json.loads(manifest.read_text(encoding="utf-8"))
             odd = [f"{k} ({stored.get(k)} there, {v} here)" for k, v in contract.items() if stored.get(k) != v]
@@ -107,7 +113,7 @@ class FeatureStore:
                     "context": torch.cat([parts[int(i)][0] for i in samples]),
                     "labels": torch.cat([parts[int(i)][1] for i in samples]),
                 }
-                part_file = self._file(shard).with_suffix(".tmp")
+                part_file = self._file(shard).with_suffix(f".{os.getpid()}.tmp")
                 save_file(tensors, part_file)
                 os.replace(part_file, self._file(shard))
 
@@ -154,6 +160,6 @@ def _groups(lengths: np.ndarray, tokens_per_batch: int) -> list[np.ndarray]:
 
 
 def _write_atomically(path: Path, text: str) -> None:
-    part = path.with_suffix(".tmp")
+    part = path.with_suffix(f".{os.getpid()}.tmp")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)

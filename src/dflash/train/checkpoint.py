@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import threading
 from dataclasses import asdict, dataclass, replace
@@ -45,6 +46,8 @@ class Progress:
     samples: int
     best_step: int | None
     best_value: float | None
+    answers: str
+    """Digest of the evaluation's answers: a best value holds only among evaluations on the same ones."""
     fingerprint: dict[str, Any]
     """Of data and plan: equal, or the resumed run would not be the same run."""
 
@@ -96,6 +99,12 @@ class Checkpoints:
             failure, self._failure = self._failure, None
             raise failure
 
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.wait()  # also when training fails: the run's lock must outlive the writing, and a failed save be told
+
     def failed(self) -> bool:
         """Whether a finished save failed (without waiting for one under way)."""
         return self._failure is not None
@@ -120,7 +129,7 @@ class Checkpoints:
             os.replace(part, final)
             _to_disk(self.folder)
             self._prune(progress.best_step)
-        except (OSError, RuntimeError) as error:  # safetensors reports a full disk as a RuntimeError of its own
+        except Exception as error:  # carried to the training thread, which raises it: a lost save must not go unseen
             shutil.rmtree(part, ignore_errors=True)
             free = shutil.disk_usage(self.folder).free
             full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
@@ -131,8 +140,12 @@ class Checkpoints:
                 "the last complete one is untouched"
             )
 
+    def _steps(self) -> list[Path]:
+        """Our own folders only: a user may keep copies beside them."""
+        return [path for path in self.folder.glob("step_*") if re.fullmatch(r"step_\d{6,}", path.name)]
+
     def _complete(self) -> list[Path]:
-        return [path for path in self.folder.glob("step_*") if (path / "COMPLETE").exists()]
+        return [path for path in self._steps() if (path / "COMPLETE").exists()]
 
     def _prune(self, best_step: int | None) -> None:
         ordered = sorted(self._complete(), key=_step_of)
@@ -143,7 +156,7 @@ class Checkpoints:
 
     def remove_remains(self) -> None:
         """Delete what kills left behind: folders being written or pruned. Call it with the run's lock held."""
-        for path in [*self.folder.glob(".writing_*"), *self.folder.glob("step_*")]:
+        for path in [*self.folder.glob(".writing_*"), *self._steps()]:
             if not (path / "COMPLETE").exists():
                 shutil.rmtree(path)
 
@@ -214,5 +227,5 @@ def _step_of(path: Path) -> int:
 def _no_room(step: int, folder: Path, needed: int, free: int) -> str:
     return (
         f"checkpoint of step {step} needs {needed / 2**30:.2f} GiB in {folder} and {free / 2**30:.2f} GiB are free: "
-        "make room or lower checkpoint.keep_last, then resume; the last complete checkpoint is untouched"
+        "make room, then resume; the last complete checkpoint is untouched"
     )

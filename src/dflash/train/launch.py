@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 
 import dflash
-from dflash.config import Config, ConfigError, dump_yaml, load_config
+from dflash.config import Config, ConfigError, dump_yaml, load_config, to_dict
 from dflash.data.batches import Batch, BatchPlan
-from dflash.data.tokenize import TokenData, decode_example, load_data, load_prompts, summary
+from dflash.data.tokenize import DataError, TokenData, decode_example, load_data, load_prompts, summary
 from dflash.decode.evaluate import load_or_generate
 from dflash.model import DFlashConfig, DFlashDraftModel
 from dflash.score import padded_tokens
 from dflash.target.features import TargetFeatures
 from dflash.target.model import Target, load_target, load_tokenizer
 from dflash.target.store import FeatureStore
-from dflash.train.checkpoint import Checkpoints
 from dflash.train.log import MetricsLog, drop_lines_after, log, start_logging
-from dflash.train.schedule import StepPlan
+from dflash.train.schedule import StepPlan, digest
 from dflash.train.trainer import Trainer
 
+CONTRACT = (
+    "block_size", "mask_token_id", "target_layer_ids", "vocab_size", "hidden_size", "intermediate_size",
+    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "layer_types", "sliding_window",
+    "rope_parameters",
+)  # fmt: skip
+"""What makes two drafters the same model but for their weights."""
 RESUME_SECTIONS = ("placement", "log", "checkpoint", "eval")
 """What a resume may change: the rest is the run itself."""
 
@@ -46,11 +53,9 @@ def train(config: Config) -> int:
         raise RunError(
             f"run_dir {run_dir} holds a run already: continue it with `dflash resume {run_dir}`, or name another"
         )
-    refuse_many_processes(config)
+    refuse_placement(config)
     run_dir.mkdir(parents=True, exist_ok=True)
     with locked(run_dir):
-        header = f"dflash {dflash.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
-        dump_yaml(config, run_dir / "config.yaml", header)
         return run(config, run_dir)
 
 
@@ -74,27 +79,26 @@ def resume(run_dir: Path, overrides: Sequence[str] = ()) -> int:
             ]
         )
     config = load_config(run_dir / "config.yaml", overrides)
-    refuse_many_processes(config)
+    refuse_placement(config)
+    config.run_dir = str(run_dir)  # the folder may have been moved or copied since
     with locked(run_dir):
-        # The folder may have been moved or copied since.
-        config.run_dir = str(run_dir)
         return run(config, run_dir)
 
 
 def run(config: Config, run_dir: Path) -> int:
     """Everything between a resolved config and the exit code, in one process."""
     start_logging(run_dir / "logs" / "rank0.log")
-    checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep_last, config.checkpoint.keep_best)
-    checkpoints.remove_remains()
-    newest = checkpoints.newest()
-    done = int(newest.name.removeprefix("step_")) if newest else -1
-    dropped = drop_lines_after(run_dir / "metrics.jsonl", done)
-    if newest:
-        log.info(f"continuing after step {done}" + (f"; {dropped} newer metrics lines dropped" if dropped else ""))
-
     trainer = build(config, run_dir)
+    trainer.checkpoints.remove_remains()
+    newest = trainer.checkpoints.newest()
     if newest:
         trainer.resume(newest)
+    # Nothing of the run was touched until here: what follows happens only to a run that can go on.
+    write_config(config, run_dir / "config.yaml")
+    dropped = drop_lines_after(run_dir / "metrics.jsonl", trainer.progress.step if newest else -1)
+    if newest or dropped:
+        start = f"continuing after step {trainer.progress.step}" if newest else "no complete checkpoint: starting over"
+        log.info(start + (f"; {dropped} newer metrics lines dropped" if dropped else ""))
     metrics = MetricsLog(run_dir / "metrics.jsonl")
     try:
         # Before this, nothing is worth saving and Ctrl-C may simply end the process.
@@ -103,20 +107,36 @@ def run(config: Config, run_dir: Path) -> int:
     finally:
         metrics.close()
     if trainer.progress.step < trainer.plan.total:
-        log.info(f"stopped after step {trainer.progress.step}, saved: `dflash resume {run_dir}` continues")
+        log.info(f"stopped after step {trainer.progress.step}: `dflash resume {run_dir}` continues")
         return 128 + caught[0]
-    log.info(f"done: {trainer.plan.total} steps, drafter in {trainer.checkpoints.newest()}")
+    best = trainer.progress.best_step
+    kept = f"; best evaluation at step {best}" if best and config.checkpoint.keep_best else ""
+    log.info(f"done: {trainer.plan.total} steps, drafter in {trainer.checkpoints.newest()}{kept}")
     return 0
+
+
+def write_config(config: Config, path: Path) -> None:
+    """What this run is, with the versions it runs under; whole or not at all."""
+    part = path.with_suffix(".tmp")
+    header = f"dflash {dflash.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
+    dump_yaml(config, part, header)
+    os.replace(part, path)
 
 
 def build(config: Config, run_dir: Path) -> Trainer:
     """Data, target, plan and drafter of a run; the same objects for a fresh start and a resume."""
     c, device = config, torch.device(config.placement.drafter[0])
     tokenizer = load_tokenizer(c.target.model, c.target.revision)
+    mask = c.drafter.mask_token_id
     shared: dict[str, Any] = {"max_length": c.data.max_length, "chat_template_kwargs": c.data.chat_template_kwargs}
-    data = load_data(c.data.train, tokenizer, cache_dir=Path(c.data.cache_dir or ""), **shared)
+    data = load_data(c.data.train, tokenizer, cache_dir=Path(c.data.cache_dir) if c.data.cache_dir else None, **shared)
     log.info(summary(data.stats))
     log.info("first conversation, supervised part marked:\n" + decode_example(data, 0, tokenizer))
+    if (used := np.flatnonzero(data.ids == mask)).size:
+        row = data.describe(int(np.searchsorted(data.offsets, used[0], side="right")) - 1)
+        raise ConfigError(
+            [f"drafter.mask_token_id {mask} occurs in the data (first: {row}); name a token that is never used"]
+        )
     prompts = load_prompts(c.data.eval, tokenizer, limit=c.eval.samples, **shared) if c.data.eval else []
     batches = BatchPlan(
         data.lengths, data.eligible, seed=c.seed, tokens_per_batch=c.train.tokens_per_batch,
@@ -135,9 +155,16 @@ def build(config: Config, run_dir: Path) -> Trainer:
     log.info(f"drafter: {size / 1e6:.1f} M parameters, {len(drafter.layers)} layers, on {device}")
     answers = load_or_generate(
         run_dir / "eval_answers.jsonl", target, prompts, c.eval.max_new_tokens, c.eval.batch_size
-    )  # fmt: skip
-    fingerprint = {"data": data.fingerprint, "steps": plan.total}
-    return Trainer(c, drafter, target, data, plan, feature_source(c, data, target), answers, run_dir, fingerprint)
+    )
+    if answers and all(len(answer.answer) < 2 for answer in answers):
+        raise DataError(
+            "data.eval: the target ends every answer at once, so there is nothing to measure; look at the prompts"
+        )
+    weights = target.fingerprint()
+    fingerprint = {"data": data.fingerprint, "steps": plan.total, "target": weights, "config": config_digest(c)}
+    return Trainer(
+        c, drafter, target, data, plan, feature_source(c, data, target, weights), answers, run_dir, fingerprint
+    )
 
 
 def new_drafter(config: Config, target_config: Any) -> DFlashDraftModel:
@@ -159,8 +186,8 @@ def new_drafter(config: Config, target_config: Any) -> DFlashDraftModel:
         sliding_window=d.sliding_window,
         rope_parameters={"rope_type": "default", "rope_theta": d.rope_theta},
         # The target's, not the training length: engines size RoPE and the KV cache from it.
-        max_position_embeddings=target_config.max_position_embeddings,
-        rms_norm_eps=target_config.rms_norm_eps,
+        max_position_embeddings=getattr(target_config, "max_position_embeddings", 32768),
+        rms_norm_eps=getattr(target_config, "rms_norm_eps", 1e-6),  # targets with another norm have no such key
         eos_token_id=target_config.eos_token_id,
         pad_token_id=target_config.pad_token_id,
         bos_token_id=target_config.bos_token_id,
@@ -168,10 +195,31 @@ def new_drafter(config: Config, target_config: Any) -> DFlashDraftModel:
         dtype="float32",
     )
     torch.manual_seed(config.seed)
-    return DFlashDraftModel(shape).float().train()
+    fresh = DFlashDraftModel(shape).float().train()
+    if d.init_from is None:
+        return fresh
+    given = DFlashDraftModel.from_pretrained(d.init_from, dtype=torch.float32)
+    odd = [key for key in CONTRACT if getattr(given.config, key) != getattr(shape, key)]
+    if odd:
+        listed = ", ".join(f"{key} ({getattr(given.config, key)} there, {getattr(shape, key)} here)" for key in odd)
+        raise ConfigError(
+            [f"drafter.init_from {d.init_from} is another drafter: {listed}; make the config agree with it"]
+        )
+    fresh.load_state_dict(given.state_dict())
+    return fresh
 
 
-def feature_source(config: Config, data: TokenData, target: Target) -> Callable[[Batch], TargetFeatures]:
+def config_digest(config: Config) -> str:
+    """Of everything a resume must not change; not where data and target lie: what they hold has digests of its own."""
+    tree = to_dict(config)
+    for key in ("run_dir", *RESUME_SECTIONS):
+        del tree[key]
+    tree["data"] = {k: v for k, v in tree["data"].items() if k not in ("train", "eval", "features", "cache_dir")}
+    tree["target"] = {k: tree["target"][k] for k in ("dtype", "context_layers", "label_layer")}
+    return digest(tree)
+
+
+def feature_source(config: Config, data: TokenData, target: Target, weights: str) -> Callable[[Batch], TargetFeatures]:
     """Where a batch's features come from: the target itself, or the folder it filled before step 1."""
     device = target.device
     pad_to = padded_tokens(config.train.tokens_per_batch, device)
@@ -185,7 +233,7 @@ def feature_source(config: Config, data: TokenData, target: Target) -> Callable[
         return online
     contract = {
         "target": config.target.model,
-        "revision": config.target.revision,
+        "weights": weights,
         "dtype": config.target.dtype,
         "context_layers": config.target.context_layers,
         "label_layer": config.target.label_layer,
@@ -196,17 +244,24 @@ def feature_source(config: Config, data: TokenData, target: Target) -> Callable[
     return lambda batch: store.features(batch.samples.tolist(), pad_to, device)
 
 
-def refuse_many_processes(config: Config) -> None:
+def refuse_placement(config: Config) -> None:
     """One process alternates between target and drafter; other placements are not built yet.
 
     Raises:
-        ConfigError: the placement asks for several processes.
+        ConfigError: the placement asks for several processes, or for a device that is not there.
     """
     p = config.placement
     if p.target != p.drafter or len(p.target) != 1:
         problem = (
             f"placement: target {p.target} and drafter {p.drafter} need several processes, which this version does not "
             "start: give both the same single device, such as placement.target=[cuda:0] placement.drafter=[cuda:0]"
+        )
+        raise ConfigError([problem])
+    device = p.drafter[0]
+    if device != "cpu" and (not device.startswith("cuda:") or int(device[5:]) >= torch.cuda.device_count()):
+        problem = (
+            f"placement: {device} is not here ({torch.cuda.device_count()} GPUs are); for a CPU give "
+            "placement.target=[cpu] placement.drafter=[cpu] target.dtype=float32"
         )
         raise ConfigError([problem])
 

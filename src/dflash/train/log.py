@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 log = logging.getLogger("dflash")
-TIMING_KEYS = frozenset({"tokens_per_s", "feature_wait_s", "step_s", "time"})
+TIMING_KEYS = frozenset({"tokens_per_s", "feature_wait_s", "step_s", "eval_s", "time"})
 """The keys in which a resumed run may differ from an uninterrupted one."""
 
 
@@ -52,7 +52,6 @@ class MetricsLog:
     """Appends JSON lines; each is with the operating system before the next step starts: ``kill -9`` loses none."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
 
     def write(self, line: dict[str, Any]) -> None:

@@ -5,10 +5,14 @@ All of it is a pure function of (config, data), so a resumed run needs nothing b
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from dflash.data.conversations import DataError
 
 if TYPE_CHECKING:
     from dflash.config import Config
@@ -21,7 +25,7 @@ class StepPlan:
     An epoch's incomplete last group is dropped, so that no step mixes epochs; ``dropped`` counts such batches.
 
     Raises:
-        ValueError: the data give no complete step.
+        DataError: the data give no complete step.
     """
 
     def __init__(self, plan: BatchPlan, epochs: int, grad_accumulation: int) -> None:
@@ -35,7 +39,7 @@ class StepPlan:
             self.steps += [batches[i : i + grad_accumulation] for i in range(0, whole, grad_accumulation)]
             self.epoch_ends.append(len(self.steps))
         if not self.steps:
-            raise ValueError(
+            raise DataError(
                 f"train.grad_accumulation is {grad_accumulation} but an epoch has only {self.dropped // epochs} "
                 "batches: lower it or train.tokens_per_batch, or give more data"
             )
@@ -53,6 +57,11 @@ class StepPlan:
         epoch = int(np.searchsorted(self.epoch_ends, step, side="left"))
         start = self.epoch_ends[epoch - 1] if epoch else 0
         return round(epoch + (step - start) / (self.epoch_ends[epoch] - start), 4)
+
+
+def digest(value: Any) -> str:
+    """Short hash of a JSON value: equal for the same run, another for another."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def learning_rate(step: int, total: int, peak: float, warmup_ratio: float) -> float:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -18,15 +18,15 @@ from dflash.decode.evaluate import Answer, walk
 from dflash.metrics import add_sums, divide, pooled_sums
 from dflash.model import DFlashDraftModel, slot_weights
 from dflash.score import anchor_rows, score_blocks
+from dflash.target.features import SickFeatures, TargetFeatures
 from dflash.train import checkpoint
 from dflash.train.checkpoint import Checkpoints, Progress
 from dflash.train.log import Clock, MetricsLog, log
-from dflash.train.schedule import StepPlan, learning_rate, noise_seed, noise_std
+from dflash.train.schedule import StepPlan, digest, learning_rate, noise_seed, noise_std
 
 if TYPE_CHECKING:
     from dflash.config import Config
     from dflash.data.tokenize import TokenData
-    from dflash.target.features import TargetFeatures
     from dflash.target.model import Target
 
 
@@ -49,12 +49,6 @@ def add_noise(context_TF: Tensor, width: int, std: float, seed: int) -> Tensor:
     return (features_TLD + noise * rms * std).to(context_TF.dtype).flatten(-2)
 
 
-def _resolved(value: float | None) -> float:
-    if value is None:
-        raise ValueError("train.gamma is null: train a resolved config")
-    return value
-
-
 @dataclass
 class Trainer:
     """One drafter rank. Everything random is derived from (seed, plan), so the step number is the only position."""
@@ -73,7 +67,7 @@ class Trainer:
         c = self.config
         self.device = self.drafter.device
         self.feature_clock = Clock(self.device)
-        self.slot_weight = slot_weights(self.drafter.config.block_size, _resolved(c.train.gamma), self.device)
+        self.slot_weight = slot_weights(self.drafter.config.block_size, cast(float, c.train.gamma), self.device)
         self.autocast = torch.autocast(
             self.device.type, dtype=torch.bfloat16, enabled=c.target.dtype == "bfloat16", cache_enabled=True
         )
@@ -84,7 +78,8 @@ class Trainer:
             weight_decay=c.train.weight_decay,
             fused=True,
         )
-        self.progress = Progress(0, 0, 0, None, None, self.fingerprint)
+        self.answers_digest = digest([asdict(answer) for answer in self.answers])
+        self.progress = Progress(0, 0, 0, None, None, self.answers_digest, self.fingerprint)
         self.checkpoints = Checkpoints(self.run_dir / "checkpoints", c.checkpoint.keep_last, c.checkpoint.keep_best)
 
     # ---- one step --------------------------------------------------------------------------------------------------
@@ -148,8 +143,12 @@ class Trainer:
             odd = [k for k in self.fingerprint if self.progress.fingerprint.get(k) != self.fingerprint[k]]
             raise checkpoint.CheckpointError(
                 f"{path}: {', '.join(odd)} changed since the run began, so its steps would be others: "
-                "put the data back as they were, or start a new run"
+                "put it back as it was, or start a new run"
             )
+        if self.progress.answers != self.answers_digest:
+            log.info("the evaluation's answers are others than before: the best value starts anew")
+            self.progress.best_step = self.progress.best_value = None
+            self.progress.answers = self.answers_digest
 
     def run(self, metrics: MetricsLog, interrupted: Callable[[], bool]) -> None:
         """Train from where ``progress`` stands to the end, or until ``interrupted``; saves the last finished step
@@ -162,7 +161,10 @@ class Trainer:
         if self.progress.step == 0:
             self.evaluate(metrics)
         saved = self.progress.step
-        with tqdm(total=last, initial=self.progress.step, desc="train", unit="step", disable=None) as bar:
+        with (
+            self.checkpoints,
+            tqdm(total=last, initial=self.progress.step, desc="train", unit="step", disable=None) as bar,
+        ):
             while self.progress.step < last and not interrupted():
                 line = self.one_step(self.progress.step + 1)
                 step = self.progress.step
@@ -182,25 +184,29 @@ class Trainer:
         if saved != self.progress.step:
             metrics.sync()
             self.checkpoints.save(self.drafter, self.optimizer, self.progress)
-        self.checkpoints.wait()
+            self.checkpoints.wait()
 
     def one_step(self, step: int) -> dict[str, Any]:
         """Train step ``step`` and return its metrics line."""
         started = time.perf_counter()
         batches = self.plan.batches(step)
         sums, grad_norm, sick = self.train_step(step)
-        # The one wait for the device per step: nothing may reach the weights before it is known to be finite.
+        # A wait for the device: nothing may reach the weights before it is known to be finite.
         norm, loss, *ill = torch.stack([grad_norm.double(), sums["loss"], *(s.double() for s in sick)]).tolist()
         for batch, is_ill in zip(batches, ill, strict=True):
             if is_ill:
-                self.features_of(batch).check(self.target.hidden_size)
+                self.features_of(batch).check(self.target.hidden_size)  # again, for the sentence
+                raise SickFeatures(
+                    f"step {step}: features of samples {batch.samples.tolist()} were zero, constant or not "
+                    "finite, and are sound when computed again: the device or the file system is at fault"
+                )
         if not (np.isfinite(norm) and np.isfinite(loss)):
             samples = [int(s) for batch in batches for s in batch.samples]
             named = ", ".join(f"{s} ({self.data.describe(s)})" for s in samples[:16]) + ", ..." * (len(samples) > 16)
             raise NonFiniteStep(
                 f"step {step}: {'loss' if not np.isfinite(loss) else 'gradient'} is not finite (loss {loss}, gradient "
-                f"norm {norm}); the step was not applied. Its samples: {named}. Lower train.learning_rate or look at "
-                "these rows, then resume"
+                f"norm {norm}); the step was not applied. Its samples: {named}. Look at these rows, or start a new run "
+                "with a lower train.learning_rate"
             )
         self.update(step, grad_norm)
         tokens = int(sum(self.data.lengths[batch.samples].sum() for batch in batches))
