@@ -1,0 +1,61 @@
+"""What is compiled on a GPU (flex attention, its block mask, the fused loss) gives what the CPU's plain code gives."""
+
+import pytest
+import torch
+from test_drafter import MASK, K, make
+
+from dflash.loss import frozen_head_loss
+from dflash.model import attention_masks, make_blocks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def packed(lengths, padding, width):
+    g = torch.Generator().manual_seed(0)
+    rows = sum(lengths) + padding
+    seq = torch.tensor([b for b, n in enumerate(lengths) for _ in range(n)] + [-1] * padding, dtype=torch.int32)
+    pos = torch.tensor([p for n in lengths for p in range(n)] + [0] * padding)
+    ids = torch.randint(0, 50, (rows,), generator=g)
+    return ids, ids.int(), seq >= 0, seq, pos, torch.randn(rows, width, generator=g)
+
+
+def run(drafter, embed, head, data, anchors, device):
+    drafter, embed, head = drafter.to(device), embed.to(device), head.to(device)
+    ids, labels, mask, seq, pos, context = (x.to(device) for x in data)
+    blocks = make_blocks(ids, labels, mask, seq, pos, anchors.to(device), K, MASK)
+    masks = attention_masks(
+        drafter.config.layer_types, drafter.config.sliding_window, K, seq, pos, blocks.seq_N, blocks.anchor_pos_N,
+        flex=device == "cuda",
+    )  # fmt: skip
+    hidden = drafter(
+        noise_embeds=embed[blocks.input_ids_NK.flatten()][None],
+        context_hidden_states=context[None],
+        position_ids=torch.cat([pos, blocks.position_NK.flatten()])[None],
+        attention_mask=masks,
+    ).last_hidden_state[0]
+    counted = blocks.counted_NJ
+    slots = hidden.unflatten(0, (-1, K))[:, 1:][counted]
+    loss = frozen_head_loss(slots, head, blocks.labels_NJ[counted], torch.ones(len(slots), device=device))
+    drafter.zero_grad()
+    loss.weighted_sum.backward()
+    return hidden.detach().cpu(), loss, {n: p.grad.cpu().clone() for n, p in drafter.named_parameters()}
+
+
+def test_compiled_step_equals_the_cpus():
+    # Flex attention's kernels want heads of at least 16.
+    drafter = make(("sliding_attention", "full_attention"), head_dim=16, sliding_window=40)
+    embed, head = torch.randn(50, 32), torch.randn(50, 32)
+    for lengths in ((200, 90, 131), (77, 300, 9)):  # the second batch must not meet what was compiled for the first
+        data = packed(lengths, 90, 64)
+        anchors = torch.sort(torch.randperm(sum(lengths))[:61]).values
+        anchors = torch.cat([anchors, torch.full((3,), -1)])
+        want = run(drafter, embed, head, data, anchors, "cpu")
+        got = run(drafter, embed, head, data, anchors, "cuda")
+        used = (anchors >= 0).repeat_interleave(K)
+        assert torch.allclose(want[0][used], got[0][used], atol=1e-3, rtol=1e-3)
+        assert got[1].weighted_sum.item() == pytest.approx(want[1].weighted_sum.item(), rel=1e-4)
+        assert torch.allclose(got[1].ce_M.cpu(), want[1].ce_M, atol=1e-3)
+        assert (got[1].rank_M.cpu() == want[1].rank_M).float().mean() > 0.99  # rounding may swap near-equal logits
+        for name, grad in want[2].items():
+            assert torch.allclose(got[2][name], grad, atol=1e-3 * float(grad.abs().max()) + 1e-6, rtol=1e-2), name
+        drafter.to("cpu")
