@@ -142,6 +142,10 @@ def test_another_drafter_version_or_shape_is_refused_by_name(tmp_path):
     deep = drafter(num_hidden_layers=2, layer_types=["full_attention"] * 2)
     with pytest.raises(CheckpointError, match="tensors missing or unexpected"):
         load(store.newest(), deep, optimizer_of(deep))
+    whole = (store.newest() / "optimizer.safetensors").read_bytes()
+    (store.newest() / "optimizer.safetensors").write_bytes(whole[:-100])
+    with pytest.raises(CheckpointError, match=r"optimizer.safetensors is damaged .* delete this checkpoint"):
+        load(store.newest(), model, optimizer)
     file = store.newest() / "trainer.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 99}))
     with pytest.raises(CheckpointError, match="another version"):

@@ -223,6 +223,10 @@ def test_a_drafter_to_start_from_is_loaded_or_refused_by_what_differs(finished, 
 def test_folders_are_guarded(finished, tmp_path):
     folder, _ = finished
     assert "holds a run already" in finish(dflash("train", folder / "config.yaml"), code=1)
+    foreign = tmp_path / "foreign"
+    (foreign / "checkpoints" / "step_000777").mkdir(parents=True)
+    assert "holds a run already" in finish(dflash("train", folder / "config.yaml", f"run_dir={foreign}"), code=1)
+    assert (foreign / "checkpoints" / "step_000777").exists()  # somebody's: nothing was touched
     assert "holds no run" in finish(dflash("resume", tmp_path), code=1)
     assert "train.learning_rate: a resume" in finish(
         dflash("resume", folder / "run", "train.learning_rate=1.0"), code=2

@@ -697,3 +697,14 @@ def test_real_data_adds_up(smollm2, tmp_path):
         assert ids[mask].tolist() == answer[: int(mask.sum())]
         if len(ids) < 512:
             assert mask.sum() == len(answer)
+
+
+def test_rows_with_ids_the_target_does_not_embed_are_counted(tmp_path):
+    rows = [{"input_ids": [1, 2, 3, 50], "loss_mask": [0, 1, 1, 1]}, {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    kwargs = dict(max_length=10, chat_template_kwargs={}, cache_dir=None)
+    assert len(load_data([str(path)], tokenizer_with(CHATML), **kwargs)) == 2
+    data = load_data([str(path)], tokenizer_with(CHATML), vocab_size=50, **kwargs)
+    ((reason, entry),) = data.stats["dropped"].items()
+    assert len(data) == 1 and "beyond the vocabulary" in reason and entry["first"] == f"{path}:1"

@@ -35,7 +35,7 @@ CUT_IN_THOUGHT = "answer was cut off while thinking"
 BORDER = "a token spans the border of prompt and answer"
 BEYOND = "answer begins beyond max_length"
 NO_PAIR = "no two supervised tokens in a row"
-UNKNOWN_ID = "token id beyond the tokenizer's vocabulary"
+UNKNOWN_ID = "token id beyond the vocabulary of the tokenizer or of the target"
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,15 @@ class Rendered:
 class ChatTokenizer:
     """A tokenizer, its chat template and the settings of both. Picklable, so that worker processes get the same."""
 
-    def __init__(self, tokenizer: Any, max_length: int, chat_template_kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, tokenizer: Any, max_length: int, chat_template_kwargs: dict[str, Any], vocab_size: int | None = None
+    ) -> None:
         clash = sorted(RESERVED & set(chat_template_kwargs))
         if clash:
             raise DataError(f"data.chat_template_kwargs: {', '.join(clash)} is set by the trainer itself; leave it out")
         self.tokenizer, self.max_length, self.kwargs = tokenizer, max_length, chat_template_kwargs
+        # A tokenizer with added tokens may know more ids than its target embeds.
+        self.vocab_size = min(len(tokenizer), vocab_size or len(tokenizer))
         self.specials = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.specials |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
         # Tokenizers that put a space before whatever they are given cannot tokenise an answer by itself.
@@ -156,8 +160,7 @@ class ChatTokenizer:
             if isinstance(row, Rendered):
                 results.append(self._mask(row, next(wholes), list(islice(prompts, len(row.turns)))))
             elif isinstance(row, TokenRow):
-                unknown = len(row.ids) and row.ids.max() >= len(self.tokenizer)
-                results.append(Rejected(UNKNOWN_ID) if unknown else self._fit(row.ids, row.loss_mask, templated=False))
+                results.append(self._fit(row.ids, row.loss_mask, templated=False))
             else:
                 results.append(row)
         return results
@@ -202,6 +205,8 @@ class ChatTokenizer:
         skipped: tuple[str, ...] = (),
     ) -> Encoded | Rejected:
         """Truncate ids and mask together, once. Without an anchor (two supervised tokens in a row) a row is no use."""
+        if len(ids) and ids.max() >= self.vocab_size:
+            return Rejected(UNKNOWN_ID)
         kept = mask[: self.max_length]
         if not (kept[:-1] & kept[1:]).any():
             return Rejected(BEYOND if (mask[:-1] & mask[1:]).any() else NO_PAIR)

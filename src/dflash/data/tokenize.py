@@ -54,6 +54,7 @@ def load_data(
     max_length: int,
     chat_template_kwargs: dict[str, Any],
     cache_dir: Path | None,
+    vocab_size: int | None = None,
 ) -> TokenData:
     """Tokenise ``sources``, or take them from ``cache_dir`` if the same content was tokenised in the same way before.
 
@@ -62,12 +63,13 @@ def load_data(
         tokenizer: the target's, of transformers, with its chat template.
         max_length: longer rows are cut to so many tokens.
         chat_template_kwargs: passed to the template, such as ``enable_thinking``.
+        vocab_size: ids the target embeds, where that may be fewer than the tokenizer knows.
         cache_dir: folder of caches; None keeps none.
 
     Raises:
         DataError: a source cannot be read, no row can be used, or everything would be supervised.
     """
-    chat, files = ChatTokenizer(tokenizer, max_length, chat_template_kwargs), list(sources)
+    chat, files = ChatTokenizer(tokenizer, max_length, chat_template_kwargs, vocab_size), list(sources)
     fingerprint = _fingerprint(chat, files)
     path = Path(cache_dir) / f"{fingerprint}.safetensors" if cache_dir else None
     if path and path.exists():
@@ -90,7 +92,13 @@ def load_data(
 
 
 def load_prompts(
-    sources: Sequence[str], tokenizer: Any, *, limit: int | None, max_length: int, chat_template_kwargs: dict[str, Any]
+    sources: Sequence[str],
+    tokenizer: Any,
+    *,
+    limit: int | None,
+    max_length: int,
+    chat_template_kwargs: dict[str, Any],
+    vocab_size: int | None = None,
 ) -> list[Prompt]:
     """Up to ``limit`` prompts, taken from the sources in turn: what the target sees before it answers.
 
@@ -99,7 +107,7 @@ def load_prompts(
     Raises:
         DataError: a source cannot be read, or no prompt can be used.
     """
-    chat, files = ChatTokenizer(tokenizer, max_length, chat_template_kwargs), list(sources)
+    chat, files = ChatTokenizer(tokenizer, max_length, chat_template_kwargs, vocab_size), list(sources)
     dropped: dict[str, dict[str, Any]] = {}
     found: list[list[Prompt]] = []
     for source in files:
@@ -127,8 +135,6 @@ def _prompt_ids(chat: ChatTokenizer, row: Row) -> np.ndarray | Rejected:
         # Everything before the last answer: the prompt ends where the last run of supervised tokens begins.
         begins = np.flatnonzero(np.diff(row.loss_mask, prepend=False) & row.loss_mask)
         ids = row.ids[: begins[-1]] if len(begins) else row.ids
-        if ids.size and ids.max() >= len(chat.tokenizer):
-            return Rejected(UNKNOWN_ID)
     else:
         messages = list(row.messages)
         while messages and messages[-1]["role"] == "assistant":
@@ -137,6 +143,8 @@ def _prompt_ids(chat: ChatTokenizer, row: Row) -> np.ndarray | Rejected:
         if isinstance(text, Rejected):
             return text
         ids = np.array(chat.tokenize([text])[0], dtype=np.int32)
+    if ids.size and ids.max() >= chat.vocab_size:
+        return Rejected(UNKNOWN_ID)
     if not 0 < len(ids) <= chat.max_length:
         return Rejected("prompt is empty" if not len(ids) else "prompt is longer than max_length")
     return ids
@@ -246,7 +254,7 @@ def _fingerprint(chat: ChatTokenizer, files: list[str]) -> str:
     everything = {
         "version": DATA_VERSION, "sources": [source_digest(f) for f in files], "tokenizer": rules,
         "special": [chat.specials, tokenizer.special_tokens_map], "template": tokenizer.chat_template,
-        "kwargs": chat.kwargs, "max_length": chat.max_length,
+        "kwargs": chat.kwargs, "max_length": chat.max_length, "vocab_size": chat.vocab_size,
     }  # fmt: skip
     return hashlib.sha256(json.dumps(everything, sort_keys=True, default=str).encode()).hexdigest()
 

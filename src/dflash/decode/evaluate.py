@@ -1,10 +1,11 @@
 """Accepted length by the exact walk.
 
-On the target's own greedy answer, the block at every position is drafted in one pass. Then the walk goes through the
-answer as decoding would: the anchor is the first answer token (prefill yields it, it is no round); a round accepts the
-leading run of drafted tokens that equal the target's choice, plus the target's own next token, and the next anchor is
-that token. Accepted length is streak + 1; every round counts, the one that ends in end-of-text or the limit too. Scored
-with the training code itself (:func:`dflash.score.score_blocks`), so it cannot disagree with training about blocks.
+On the target's own greedy answer, whose tokens are the target's choices, the block at every position is drafted in one
+pass. Then the walk goes through the answer as decoding would: the anchor is the first answer token (prefill yields it,
+it is no round); a round accepts the leading run of drafted tokens that equal the target's choice, plus the target's own
+next token, and the next anchor is that token. Accepted length is streak + 1; every round counts, the one that ends in
+end-of-text or the limit too. Scored with the training code itself (:func:`dflash.score.score_blocks`), so it cannot
+disagree with training about blocks.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,15 +75,15 @@ def load_or_generate(
     asked = [prompt.ids.tolist() for prompt in prompts]
     made_for = {"prompts": asked, "max_new_tokens": max_new_tokens, "target": target.fingerprint()}
     head = json.dumps({"made_for": hashlib.sha256(json.dumps(made_for).encode()).hexdigest()})
-    kept = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
-    if kept[:1] != [head]:
+    kept = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    if kept[:1] != [head] or len(kept) != 1 + len(asked):
         answers = target.greedy(asked, max_new_tokens, batch_size)
         made = [Answer(prompt.origin, ids, a) for prompt, ids, a in zip(prompts, asked, answers, strict=True)]
         kept = [head, *(json.dumps(asdict(answer)) for answer in made)]
         part = path.with_suffix(".tmp")
         part.write_text("\n".join(kept) + "\n", encoding="utf-8")
         os.replace(part, path)
-    return [Answer(**json.loads(line)) for line in kept[1:] if line]
+    return [Answer(**json.loads(line)) for line in kept[1:]]
 
 
 @torch.no_grad()
@@ -101,6 +102,9 @@ def walk(
             group,
             padded_tokens(max(tokens_per_batch, sum(lengths[i] for i in group)), device),
         )
+        # Labels are the answer's own tokens, whatever target.label_layer trains on: a server verifies with the model.
+        next_ids = torch.cat([features.ids[1:], features.ids[:1]])
+        features = replace(features, labels=next_ids.int())
         rows = [
             row
             for b, i in enumerate(group)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 
@@ -114,8 +114,15 @@ class FeatureStore:
                     "labels": torch.cat([parts[int(i)][1] for i in samples]),
                 }
                 part_file = self._file(shard).with_suffix(f".{os.getpid()}.tmp")
-                save_file(tensors, part_file)
-                os.replace(part_file, self._file(shard))
+                try:
+                    save_file(tensors, part_file)
+                    os.replace(part_file, self._file(shard))
+                except (OSError, SafetensorError) as error:
+                    part_file.unlink(missing_ok=True)
+                    raise StoreError(
+                        f"data.features: {self._file(shard)} could not be written ({error}); all features need "
+                        f"{needed / 2**30:.1f} GiB: make room and start again, finished shards are kept"
+                    ) from error
 
     def features(self, samples: Sequence[int], pad_to: int | None, device: torch.device) -> TargetFeatures:
         """The batch that :meth:`Target.capture` would have given for these samples."""
@@ -142,7 +149,12 @@ class FeatureStore:
     def _read(self, sample: int) -> tuple[torch.Tensor, torch.Tensor]:
         shard = int(self.shard_of[sample])
         if shard not in self._open:
-            self._open[shard] = safe_open(self._file(shard), framework="pt")
+            try:
+                self._open[shard] = safe_open(self._file(shard), framework="pt")
+            except SafetensorError as error:
+                raise StoreError(
+                    f"data.features: {self._file(shard)} is damaged ({error}); delete it and start again"
+                ) from error
         base = self.data.offsets[self.first_sample[shard]]
         part = slice(int(self.data.offsets[sample] - base), int(self.data.offsets[sample + 1] - base))
         return self._open[shard].get_slice("context")[part], self._open[shard].get_slice("labels")[part]

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -31,6 +31,7 @@ from dflash.model import DFlashDraftModel
 
 VERSION = 1
 MOMENTS = ("exp_avg", "exp_avg_sq")
+OLDER = "delete this checkpoint's folder to resume from the one before"
 
 
 class CheckpointError(RuntimeError):
@@ -167,7 +168,10 @@ def load(path: Path, drafter: DFlashDraftModel, optimizer: torch.optim.Optimizer
     Raises:
         CheckpointError: unknown version, or tensors that are missing, unexpected or of another shape.
     """
-    state = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
+    try:
+        state = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path}/trainer.json is damaged ({error}); {OLDER}") from error
     if state.pop("version") != VERSION:
         raise CheckpointError(f"{path}: written by another version of dflash; resume it with that version")
     progress = Progress(**state)
@@ -187,7 +191,11 @@ def load(path: Path, drafter: DFlashDraftModel, optimizer: torch.optim.Optimizer
 
 
 def _read_into(file: Path, tensors: dict[str, Tensor]) -> None:
-    with safe_open(file, framework="pt") as stored:
+    try:
+        opened = safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} is damaged ({error}); {OLDER}") from error
+    with opened as stored:
         names = set(stored.keys())
         if names != set(tensors):
             odd = sorted(names ^ set(tensors))

@@ -22,7 +22,8 @@ from dflash.decode.evaluate import load_or_generate
 from dflash.model import DFlashConfig, DFlashDraftModel
 from dflash.score import padded_tokens
 from dflash.target.features import TargetFeatures
-from dflash.target.model import Target, load_target, load_tokenizer
+from dflash.target.load import load_target_config, load_tokenizer
+from dflash.target.model import Target, load_target
 from dflash.target.store import FeatureStore
 from dflash.train.log import MetricsLog, drop_lines_after, log, start_logging
 from dflash.train.schedule import StepPlan, digest
@@ -49,7 +50,7 @@ def train(config: Config) -> int:
         RunError: the folder holds a run already, or another process works in it.
     """
     run_dir = Path(config.run_dir)
-    if (run_dir / "config.yaml").exists():
+    if any((run_dir / name).exists() for name in ("config.yaml", "checkpoints", "metrics.jsonl")):
         raise RunError(
             f"run_dir {run_dir} holds a run already: continue it with `dflash resume {run_dir}`, or name another"
         )
@@ -128,7 +129,11 @@ def build(config: Config, run_dir: Path) -> Trainer:
     c, device = config, torch.device(config.placement.drafter[0])
     tokenizer = load_tokenizer(c.target.model, c.target.revision)
     mask = c.drafter.mask_token_id
-    shared: dict[str, Any] = {"max_length": c.data.max_length, "chat_template_kwargs": c.data.chat_template_kwargs}
+    shared: dict[str, Any] = {
+        "max_length": c.data.max_length,
+        "chat_template_kwargs": c.data.chat_template_kwargs,
+        "vocab_size": load_target_config(c.target.model, c.target.revision).vocab_size,
+    }
     data = load_data(c.data.train, tokenizer, cache_dir=Path(c.data.cache_dir) if c.data.cache_dir else None, **shared)
     log.info(summary(data.stats))
     log.info("first conversation, supervised part marked:\n" + decode_example(data, 0, tokenizer))

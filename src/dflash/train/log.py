@@ -55,8 +55,11 @@ class MetricsLog:
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
 
     def write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        except OSError as error:  # a full disk, mostly: say where
+            raise OSError(error.errno, f"{error.strerror}; make room, then resume", self._file.name) from error
 
     def sync(self) -> None:
         """Down to the disk: called before a checkpoint claims that these steps happened."""
