@@ -38,6 +38,17 @@ def progress(step, best=None):
     return Progress(step, 10 * step, step, best, None if best is None else 1.0, "answers", {"data": "x"})
 
 
+def saved(folder):
+    """A drafter, its optimizer after one step, and the folder that holds a checkpoint of it."""
+    model = drafter()
+    optimizer = optimizer_of(model)
+    steps(model, optimizer, 1, 0)
+    store = Checkpoints(folder, 2, True)
+    store.save(model, optimizer, progress(1))
+    store.wait()
+    return model, optimizer, store
+
+
 def test_resumed_state_equals_the_state_that_was_saved(tmp_path):
     model = drafter()
     optimizer = optimizer_of(model)
@@ -78,12 +89,7 @@ def test_retention_keeps_the_newest_and_the_best(tmp_path):
 
 
 def test_incomplete_folders_do_not_exist_for_readers_and_are_swept(tmp_path):
-    model = drafter()
-    optimizer = optimizer_of(model)
-    steps(model, optimizer, 1, 0)
-    store = Checkpoints(tmp_path, 2, True)
-    store.save(model, optimizer, progress(1))
-    store.wait()
+    _, _, store = saved(tmp_path)
     (tmp_path / "step_000002").mkdir()
     (tmp_path / "step_000001_copy").mkdir()  # a user's own
     (tmp_path / "step_000001_copy" / "COMPLETE").touch()
@@ -101,12 +107,7 @@ def test_incomplete_folders_do_not_exist_for_readers_and_are_swept(tmp_path):
     ],
 )
 def test_a_disk_that_fills_during_the_save_names_what_was_needed(tmp_path, monkeypatch, fault):
-    model = drafter()
-    optimizer = optimizer_of(model)
-    steps(model, optimizer, 1, 0)
-    store = Checkpoints(tmp_path, 2, True)
-    store.save(model, optimizer, progress(1))
-    store.wait()
+    model, optimizer, store = saved(tmp_path)
 
     def full(tensors, path, metadata=None):
         path.write_bytes(b"half")
@@ -130,12 +131,7 @@ def test_no_room_is_said_before_anything_is_written(tmp_path, monkeypatch):
 
 
 def test_another_drafter_version_or_shape_is_refused_by_name(tmp_path):
-    model = drafter()
-    optimizer = optimizer_of(model)
-    steps(model, optimizer, 1, 0)
-    store = Checkpoints(tmp_path, 2, True)
-    store.save(model, optimizer, progress(1))
-    store.wait()
+    model, optimizer, store = saved(tmp_path)
     wide = drafter(intermediate_size=24)
     with pytest.raises(CheckpointError, match=r"mlp.gate_proj.weight"):
         load(store.newest(), wide, optimizer_of(wide))
