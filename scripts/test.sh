@@ -7,7 +7,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_venv.sh"
 
-echo "Lint and types (seconds), then tests (under 10 minutes on two cores) ..."
+echo "Lint and types (seconds), then tests (about 8 minutes on two cores) ..."
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
