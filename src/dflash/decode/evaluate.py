@@ -73,7 +73,7 @@ def load_or_generate(
     Answers of fewer than two tokens are kept, but give no round.
     """
     asked = [prompt.ids.tolist() for prompt in prompts]
-    made_for = {"prompts": asked, "max_new_tokens": max_new_tokens, "target": target.fingerprint()}
+    made_for = {"prompts": asked, "max_new_tokens": max_new_tokens, "target": target.fingerprint}
     head = json.dumps({"made_for": hashlib.sha256(json.dumps(made_for).encode()).hexdigest()})
     kept = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
     if kept[:1] != [head] or len(kept) != 1 + len(asked):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
@@ -129,6 +129,7 @@ class Target:
         module.generation_config = self._generation_config()
         self._self_test()
 
+    @cached_property
     def fingerprint(self) -> str:
         """Digest of the weights, from both ends of every tensor: tells fine-tunes under one name apart."""
         digest = hashlib.sha256()

@@ -90,11 +90,11 @@ def run(config: Config, run_dir: Path) -> int:
     """Everything between a resolved config and the exit code, in one process."""
     start_logging(run_dir / "logs" / "rank0.log")
     trainer = build(config, run_dir)
-    trainer.checkpoints.remove_remains()
     newest = trainer.checkpoints.newest()
     if newest:
         trainer.resume(newest)
     # Nothing of the run was touched until here: what follows happens only to a run that can go on.
+    trainer.checkpoints.remove_remains()
     write_config(config, run_dir / "config.yaml")
     dropped = drop_lines_after(run_dir / "metrics.jsonl", trainer.progress.step if newest else -1)
     if newest or dropped:
@@ -165,11 +165,13 @@ def build(config: Config, run_dir: Path) -> Trainer:
         raise DataError(
             "data.eval: the target ends every answer at once, so there is nothing to measure; look at the prompts"
         )
-    weights = target.fingerprint()
-    fingerprint = {"data": data.fingerprint, "steps": plan.total, "target": weights, "config": config_digest(c)}
-    return Trainer(
-        c, drafter, target, data, plan, feature_source(c, data, target, weights), answers, run_dir, fingerprint
-    )
+    fingerprint = {
+        "data": data.fingerprint,
+        "steps": plan.total,
+        "target": target.fingerprint,
+        "config": config_digest(c),
+    }
+    return Trainer(c, drafter, target, data, plan, feature_source(c, data, target), answers, run_dir, fingerprint)
 
 
 def new_drafter(config: Config, target_config: Any) -> DFlashDraftModel:
@@ -224,7 +226,7 @@ def config_digest(config: Config) -> str:
     return digest(tree)
 
 
-def feature_source(config: Config, data: TokenData, target: Target, weights: str) -> Callable[[Batch], TargetFeatures]:
+def feature_source(config: Config, data: TokenData, target: Target) -> Callable[[Batch], TargetFeatures]:
     """Where a batch's features come from: the target itself, or the folder it filled before step 1."""
     device = target.device
     pad_to = padded_tokens(config.train.tokens_per_batch, device)
@@ -238,7 +240,7 @@ def feature_source(config: Config, data: TokenData, target: Target, weights: str
         return online
     contract = {
         "target": config.target.model,
-        "weights": weights,
+        "weights": target.fingerprint,
         "dtype": config.target.dtype,
         "context_layers": config.target.context_layers,
         "label_layer": config.target.label_layer,
