@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_drafter import MASK, K, make
 
-from dflash.loss import frozen_head_loss
+from dflash.loss import frozen_head_loss, read_logits
 from dflash.model import attention_masks, make_blocks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -59,3 +59,22 @@ def test_compiled_step_equals_the_cpus():
         for name, grad in want[2].items():
             assert torch.allclose(got[2][name], grad, atol=1e-3 * float(grad.abs().max()) + 1e-6, rtol=1e-2), name
         drafter.to("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [50, 9001])
+def test_head_kernel_equals_the_plain_reading_of_logits(dtype, vocab):
+    head_kernel = pytest.importorskip("dflash.head_kernel")
+    g = torch.Generator("cuda").manual_seed(0)
+    logits = (torch.randn(33, vocab, generator=g, device="cuda") * 3).to(dtype)
+    label = torch.randint(0, vocab, (33,), generator=g, device="cuda")
+    logits[torch.arange(8), (label[:8] + 1) % vocab] = logits[torch.arange(8), label[:8]]  # ties, before and behind
+    logits[8, label[8]] = 60.0  # all but sure: the slope is the rest of the probability
+    weight = torch.rand(33, generator=g, device="cuda")
+    want = read_logits(logits.clone(), label, weight, slope=True)
+    assert torch.equal(head_kernel.read_logits(logits.clone(), label, weight, slope=False)[2], logits)
+    got = head_kernel.read_logits(logits, label, weight, slope=True)
+    assert torch.allclose(got[0], want[0], atol=1e-5, rtol=1e-5)
+    assert torch.equal(got[1], want[1])
+    step = torch.finfo(dtype).eps  # of rounding to the logits' dtype; fp32 sums in another order
+    assert torch.allclose(got[2].float(), want[2].float(), rtol=4 * step, atol=1e-6)

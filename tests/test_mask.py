@@ -4,8 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask
 
-from dflash.model.mask import UNUSED_BLOCK, attention_masks, decoding_mask, visibility
+from dflash.model.mask import UNUSED_BLOCK, attention_masks, decoding_mask, key_spans, visibility
 
 
 def reference(context_seq, context_pos, block_seq, anchor_pos, block_size, window):
@@ -56,9 +57,35 @@ def test_dense_and_flex_masks_equal_the_loop(layout):
     zero = torch.tensor(0)
     q, k = torch.meshgrid(torch.arange(want.shape[0]), torch.arange(want.shape[1]), indexing="ij")
     assert torch.equal(flex.mask_mod(zero, zero, q, k), want)
-    tiles = flex.to_dense()[0, 0].bool()  # the tiles flex would skip hold nothing visible
-    grown = tiles.repeat_interleave(128, 0).repeat_interleave(128, 1)[: want.shape[0], : want.shape[1]]
-    assert not bool((want & ~grown).any())
+    spans = torch.zeros_like(want)
+    for query, runs in enumerate(key_spans(seq, block_seq, anchor_pos, block_size, window).tolist()):
+        for begin, end in runs:
+            spans[query, begin:end] = True
+    assert torch.equal(spans, want)
+
+
+@settings(max_examples=25, deadline=None)
+@given(layouts(), st.integers(30, 120), st.integers(60, 200))
+def test_tiles_are_exactly_those_of_the_librarys_builder(layout, stretch, anchors):
+    """At sizes of several tiles: a tile is skipped where nothing is visible, taken whole where everything is, and
+    looked at else."""
+    seq, pos, _, _, block_size, window = layout
+    lengths = [int((seq == b).sum()) * stretch for b in range(int(seq.max()) + 1)]
+    seq, pos = packed(lengths, int((seq < 0).sum()) * stretch)
+    window = window and window * stretch
+    rows = torch.sort(torch.randint(0, sum(lengths), (anchors,), generator=torch.Generator().manual_seed(stretch)))[0]
+    rows[-3:] = -1
+    block_seq = torch.where(rows >= 0, seq[rows.clamp(min=0)], UNUSED_BLOCK)
+    anchor_pos = torch.where(rows >= 0, pos[rows.clamp(min=0)], 0)
+    kind = "full_attention" if window is None else "sliding_attention"
+    mask = attention_masks([kind], window, block_size, seq, pos, block_seq, anchor_pos, flex=True)[kind]
+    rule = visibility(seq, pos, block_seq, anchor_pos, block_size, window)
+    slots = anchors * block_size
+    want = create_block_mask(rule, None, None, slots, len(seq) + slots, device="cpu")
+    assert mask.shape == want.shape
+    for ours, theirs in ((mask.kv_num_blocks, want.kv_num_blocks), (mask.full_kv_num_blocks, want.full_kv_num_blocks)):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(mask.to_dense(), want.to_dense())
 
 
 def test_no_query_is_left_without_a_key():

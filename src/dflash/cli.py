@@ -43,6 +43,61 @@ def resume(args: argparse.Namespace) -> int:
     return launch.resume(args.run_dir, args.overrides)
 
 
+def eval_(args: argparse.Namespace) -> int:
+    """Measure a drafter: accepted length, speed, losslessness."""
+    from dflash.decode.evaluate import Settings, evaluate
+
+    return evaluate(Settings(**{name: value for name, value in vars(args).items() if name not in ("command", "run")}))
+
+
+def generate(args: argparse.Namespace) -> int:
+    """Answer one prompt, or chat."""
+    from dflash.decode import chat
+    from dflash.decode.drafters import load_both
+
+    loaded = load_both(
+        args.drafter, target=args.target, dtype=args.dtype, device=args.device, enable_thinking=args.enable_thinking
+    )
+    print(loaded.source.line, file=sys.stderr)
+    return chat.generate(
+        loaded.target, loaded.drafter, prompt=args.prompt, system=args.system,
+        chat_template_kwargs=loaded.chat_template_kwargs, max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature, seed=args.seed, block_size=args.block_size, show_accepted=args.show_accepted,
+        source=sys.stdin, out=sys.stdout, err=sys.stderr,
+    )  # fmt: skip
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    """A comma list, each once."""
+    return list(dict.fromkeys(_count(part) for part in text.split(",")))
+
+
+def _pair(sub: argparse.ArgumentParser) -> None:
+    """Which drafter, which target, and how both run: the same for every command that decodes."""
+    sub.add_argument("drafter", metavar="DRAFTER", help="folder of a run, a checkpoint or a drafter, or a hub id")
+    sub.add_argument("--target", metavar="MODEL", help="as target.model of a config; default: the one of the run")
+    sub.add_argument("--max-new-tokens", type=_count, metavar="N", help="length of an answer, at most (%(default)s)")
+    sub.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
+    sub.add_argument(
+        "--enable-thinking",
+        action=argparse.BooleanOptionalAction,
+        help="passed to the chat template; default: as the run rendered its data",
+    )
+    sub.add_argument("--device", help="default: cuda:0 if there is one, else cpu")
+    sub.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        help="of both models; default: the run's, else bfloat16 on a GPU and float32 on a CPU",
+    )
+    sub.add_argument("--seed", type=int, default=0, help="of sampling")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dflash", description=dflash.__doc__)
     parser.add_argument("--version", action="version", version=f"dflash {dflash.__version__}")
@@ -50,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def command(run: Callable[[argparse.Namespace], int], summary: str, example: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(
-            run.__name__,
+            run.__name__.rstrip("_"),
             help=summary,
             description=f"{summary[0].upper()}{summary[1:]}.",
             epilog=f"example:\n  {example}",
@@ -82,6 +137,56 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "overrides", nargs="*", metavar="key=value", help="replaces a key of placement, log, checkpoint or eval"
     )
+    sub = command(
+        eval_,
+        "measure a drafter: accepted length, speed against the target alone, losslessness",
+        "dflash eval runs/qwen27b --prompts gsm8k.jsonl --block-size 8,16 --ddtree 16,64 --json result.json\n"
+        "  dflash eval runs/a --compare runs/b --answers answers.jsonl",
+    )
+    _pair(sub)
+    sub.set_defaults(max_new_tokens=256)
+    sub.add_argument(
+        "--prompts", nargs="+", default=[], metavar="FILE", help="conversations to answer, as in data.eval"
+    )
+    sub.add_argument(
+        "--answers",
+        metavar="FILE|URL",
+        help="score answers that exist already, without speed: a file of conversations, or an OpenAI-compatible server "
+        "that answers --prompts",
+    )
+    sub.add_argument(
+        "--block-size",
+        type=_counts,
+        default=[],
+        dest="block_sizes",
+        metavar="K[,K...]",
+        help="anchor and drafted tokens; default: the drafter's own",
+    )
+    sub.add_argument(
+        "--ddtree",
+        type=_counts,
+        default=[],
+        dest="budgets",
+        metavar="N[,N...]",
+        help="draft trees of so many nodes as well",
+    )
+    sub.add_argument("--samples", type=_count, metavar="N", help="prompts or answers at most")
+    sub.add_argument("--batch-size", type=_count, default=1, metavar="N", help="prompts decoded together (%(default)s)")
+    sub.add_argument("--compare", metavar="OTHER", help="a second drafter on the same set, with the paired difference")
+    sub.add_argument("--json", type=Path, metavar="OUT", help="write all figures there, those of each prompt included")
+    sub = command(
+        generate,
+        "answer one prompt, or chat, losslessly and streamed",
+        'dflash generate runs/qwen27b --prompt "Why is the sky blue?" --show-accepted',
+    )
+    _pair(sub)
+    sub.set_defaults(max_new_tokens=512)
+    sub.add_argument("--prompt", metavar="TEXT", help="default: a chat on a terminal, else all of standard input")
+    sub.add_argument("--system", metavar="TEXT", help="system message")
+    sub.add_argument(
+        "--block-size", type=_count, metavar="K", help="anchor and drafted tokens; default: the drafter's own"
+    )
+    sub.add_argument("--show-accepted", action="store_true", help="mark the drafted tokens that were accepted")
     return parser
 
 
@@ -90,9 +195,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     # argparse gives up on overrides that follow an option; they are overrides all the same.
-    if odd := [text for text in rest if text.startswith("-")]:
+    odd = [text for text in rest if text.startswith("-")] if "overrides" in args else rest
+    if odd:
         parser.error(f"unrecognized arguments: {' '.join(odd)}")
-    args.overrides += rest
+    if rest:
+        args.overrides += rest
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or it warns after every fork
     if not sys.warnoptions:

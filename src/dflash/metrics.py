@@ -62,9 +62,18 @@ def add_sums(total: dict[str, Tensor], part: dict[str, Tensor]) -> dict[str, Ten
     return {key: total[key] + value for key, value in part.items()} if total else part
 
 
-def divide(sums: dict[str, Tensor]) -> dict[str, float]:
-    """The step's metrics under their JSONL names. Reads the device once per key; call it after the step is launched."""
-    host: dict[str, Any] = {key: value.tolist() for key, value in sums.items()}
+def read(sums: dict[str, Tensor]) -> dict[str, Any]:
+    """Numbers and lists of what is still on the device, in one transfer: every other read would wait for it again."""
+    flat = torch.cat([value.double().flatten() for value in sums.values()]).tolist()
+    host: dict[str, Any] = {}
+    for key, value in sums.items():
+        host[key] = flat[: value.numel()] if value.ndim else flat[0]
+        flat = flat[value.numel() :]
+    return host
+
+
+def divide(host: dict[str, Any]) -> dict[str, float]:
+    """The step's metrics under their JSONL names, from sums on the host."""
     slots = max(sum(host["slots_at"]), 1.0)
     blocks = max(host["blocks"], 1.0)
     out = {

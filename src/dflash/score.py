@@ -53,28 +53,29 @@ class Scored:
     weight_sum: Tensor
 
 
-def score_blocks(
+def draft_blocks(
     drafter: DFlashDraftModel,
     borrowed: Borrowed,
     features: TargetFeatures,
     context_TF: Tensor,
     anchors_N: Tensor,
-    slot_weight_J: Tensor,
-) -> Scored:
-    """Draft every block and compare each counted slot with its label.
+    block_size: int | None = None,
+) -> tuple[Blocks, Tensor]:
+    """The blocks at ``anchors_N`` and the drafter's final states of their drafted slots, [N, K-1, D].
 
     Args:
         context_TF: [T, L*D] what ``fc`` reads: ``features.context``, or a noisy copy. Labels come from ``features``
         alone. anchors_N: int64 rows of the batch, -1 for unused blocks.
-        slot_weight_J: fp32 [K-1].
+        block_size: K; None: the drafter's own.
     """
     config = drafter.config
+    size = block_size or config.block_size
     blocks = make_blocks(
         features.ids, features.labels, features.loss_mask, features.seq, features.pos, anchors_N,
-        config.block_size, config.mask_token_id,
+        size, config.mask_token_id,
     )  # fmt: skip
     masks = attention_masks(
-        config.layer_types, config.sliding_window, config.block_size, features.seq, features.pos, blocks.seq_N,
+        config.layer_types, config.sliding_window, size, features.seq, features.pos, blocks.seq_N,
         blocks.anchor_pos_N, flex=context_TF.is_cuda,
     )  # fmt: skip
     with torch.no_grad():
@@ -85,11 +86,34 @@ def score_blocks(
         position_ids=torch.cat([features.pos, blocks.position_NK.flatten()])[None],
         attention_mask=masks,
     ).last_hidden_state
-    slots_NJD = hidden[0].unflatten(0, (-1, config.block_size))[:, 1:]
-    weight_NJ = slot_weight_J * blocks.counted_NJ
-    counted = blocks.counted_NJ
-    # Only counted slots meet the head, the largest matrix of all; the others have no label.
-    loss = frozen_head_loss(
-        slots_NJD[counted], borrowed.head_weight, blocks.labels_NJ[counted], weight_NJ[counted], borrowed.head_bias
+    return blocks, hidden[0].unflatten(0, (-1, size))[:, 1:]
+
+
+def score_blocks(
+    drafter: DFlashDraftModel,
+    borrowed: Borrowed,
+    features: TargetFeatures,
+    context_TF: Tensor,
+    anchors_N: Tensor,
+    slot_weight_J: Tensor,
+    counted: int | None = None,
+) -> Scored:
+    """Draft every block and compare each counted slot with its label.
+
+    Args:
+        context_TF, anchors_N: as for :func:`draft_blocks`.
+        slot_weight_J: fp32 [K-1]; its length says K.
+        counted: how many slots count in all, where the host knows: the device need not be waited for to find out.
+    """
+    blocks, slots_NJD = draft_blocks(
+        drafter, borrowed, features, context_TF, anchors_N, block_size=len(slot_weight_J) + 1
     )
-    return Scored(blocks, loss, ranks_by_slot(loss.rank_M, counted), weight_NJ.sum())
+    weight_NJ = slot_weight_J * blocks.counted_NJ
+    # Only counted slots meet the head, the largest matrix of all; the others have no label.
+    flat = blocks.counted_NJ.flatten()
+    at_M = (flat.nonzero() if counted is None else torch.nonzero_static(flat, size=counted)).squeeze(1)
+    loss = frozen_head_loss(
+        slots_NJD.flatten(0, 1).index_select(0, at_M), borrowed.head_weight, blocks.labels_NJ.flatten()[at_M],
+        weight_NJ.flatten()[at_M], borrowed.head_bias,
+    )  # fmt: skip
+    return Scored(blocks, loss, ranks_by_slot(loss.rank_M, blocks.counted_NJ), weight_NJ.sum())

@@ -144,5 +144,12 @@ def sample_anchors(seed: int, epoch: int, sample_id: int, loss_mask: np.ndarray,
     return np.sort(_generator(ANCHORS, seed, epoch, sample_id).permutation(positions)[:n])
 
 
+def counted_slots(loss_mask: np.ndarray, anchors: np.ndarray, block_size: int) -> int:
+    """How many slots of the blocks at ``anchors`` count: those whose positions, from the anchor on, are supervised."""
+    unsupervised = np.append(np.flatnonzero(~loss_mask), len(loss_mask))
+    end = unsupervised[np.searchsorted(unsupervised, anchors)]
+    return int(np.minimum(end - 1 - anchors, block_size - 1).sum())
+
+
 def _generator(stream: int, seed: int, epoch: int, item: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([stream, seed, epoch, item])))

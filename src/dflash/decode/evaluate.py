@@ -1,145 +1,377 @@
-"""Accepted length by the exact walk.
+"""``dflash eval``: the number that serving will see, measured on one set of prompts or of answers.
 
-On the target's own greedy answer, whose tokens are the target's choices, the block at every position is drafted in one
-pass. Then the walk goes through the answer as decoding would: the anchor is the first answer token (prefill yields it,
-it is no round); a round accepts the leading run of drafted tokens that equal the target's choice, plus the target's own
-next token, and the next anchor is that token. Accepted length is streak + 1; every round counts, the one that ends in
-end-of-text or the limit too. Scored with the training code itself (:func:`dflash.score.score_blocks`), so it cannot
-disagree with training about blocks.
+With prompts, the target decodes them alone and then with the drafter, under the same conditions in the same process:
+accepted length, speed against its own baseline, and whether the outputs are the same. With answers that exist already
+(a file, or a server's), the exact walk scores them: accepted length without speed, in a fraction of the time.
+
+Everything is collected into one JSON document; the tables show what that document holds.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 import os
+import platform
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
+import transformers
+from tqdm import tqdm
 
-from dflash.metrics import streaks
-from dflash.model import DFlashDraftModel, slot_weights
-from dflash.score import anchor_rows, padded_tokens, score_blocks
+import dflash
+from dflash.data.conversations import Rejected, normalise, read_rows
+from dflash.data.served import served_answers
+from dflash.data.tokenize import Prompt, load_data, load_prompts, summary
+from dflash.decode import tables
+from dflash.decode.agreement import Difference, differences
+from dflash.decode.drafters import Loaded, load_both
+from dflash.decode.rounds import Rounds, paired_difference
+from dflash.decode.speculative import Decoded, Decoder
+from dflash.decode.walk import Answer, target_share, walk, walk_batch, walk_trees
+from dflash.target.model import Target
 
-if TYPE_CHECKING:
-    from dflash.target.model import Target
+WARM_UP_TOKENS = 32
+"""Answer tokens of each decoder's first, untimed prompts: kernels are chosen and compiled in them."""
 
 
-@dataclass
-class Answer:
-    """One held-out prompt and the target's greedy answer to it, as token ids."""
-
-    origin: str
-    prompt: list[int]
-    answer: list[int]
+class EvalError(ValueError):
+    """Options that do not go together, or nothing to measure."""
 
 
-@dataclass
-class Walk:
-    """Accepted length of every round, prompt by prompt."""
+@dataclass(frozen=True)
+class Settings:
+    """The command's options, as ``dflash eval --help`` explains them."""
 
-    rounds: list[list[int]]
-    block_size: int
+    drafter: str
+    target: str | None = None
+    prompts: Sequence[str] = ()
+    answers: str | None = None
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    enable_thinking: bool | None = None
+    block_sizes: Sequence[int] = ()
+    budgets: Sequence[int] = ()
+    samples: int | None = None
+    batch_size: int = 1
+    compare: str | None = None
+    device: str | None = None
+    dtype: str | None = None
+    seed: int = 0
+    json: Path | None = None
 
-    def summary(self) -> dict[str, Any]:
-        """``accepted_length`` pooled over rounds and ``accepted_length_per_prompt``, the mean of the prompts' own
-        means.
+    @property
+    def url(self) -> bool:
+        return bool(self.answers and self.answers.startswith(("http://", "https://")))
 
-        Both count the bonus token. ``accepted_at{k}`` is the share of rounds in which slot k was accepted.
+    def check(self) -> None:
+        """Refuse what cannot work before anything is loaded.
+
+        Raises:
+            EvalError: naming the options.
         """
-        pooled = np.array([length for rounds in self.rounds for length in rounds], dtype=np.float64)
-        own = [float(np.mean(rounds)) for rounds in self.rounds if rounds]
-        out: dict[str, Any] = {
-            "accepted_length": float(pooled.mean()) if pooled.size else float("nan"),
-            "accepted_length_per_prompt": float(np.mean(own)) if own else float("nan"),
-            "rounds": int(pooled.size),
-            "prompts": len(own),
-        }
-        for slot in range(1, self.block_size):
-            out[f"accepted_at{slot}"] = float((pooled > slot).mean()) if pooled.size else float("nan")
-        return out
+        if not self.prompts and not self.answers:
+            raise EvalError("nothing to measure on: give --prompts FILE, or --answers FILE")
+        if self.answers and not self.url and self.prompts:
+            raise EvalError("--answers FILE holds its own prompts: leave out --prompts")
+        if self.url and not self.prompts:
+            raise EvalError(f"--answers {self.answers} is a server: say with --prompts what to ask it")
+        if self.answers and self.temperature:
+            raise EvalError("--answers is scored against the target's own choices: leave out --temperature")
+        if self.budgets and self.temperature:
+            raise EvalError("--ddtree is greedy: leave out --temperature, or --ddtree")
+        if self.json is not None and not self.json.absolute().parent.is_dir():
+            raise EvalError(f"--json {self.json}: there is no such folder; make it first")
 
 
-def load_or_generate(
-    path: Path, target: Target, prompts: Sequence[Any], max_new_tokens: int, batch_size: int
-) -> list[Answer]:
-    """The target's greedy answers to ``prompts``: generated once, then kept in ``path`` (JSON lines).
+@dataclass
+class Arm:
+    """One way of decoding the set: a drafter with a block size, with chains or with trees of a budget."""
 
-    The first line says what they answer (prompts, length limit, weights); where that differs they are generated anew.
-    Answers of fewer than two tokens are kept, but give no round.
+    drafter: str
+    rounds: Rounds
+    tree_budget: int | None = None
+    seconds: float | None = None
+    answers: list[list[int]] | None = None
+    """What live decoding wrote; None where nothing was decoded (walks, offline trees)."""
+    differing: list[Difference] | None = None
+    """From the target alone; None where that is no question."""
+
+
+@dataclass(frozen=True)
+class Set:
+    """What is measured on: one entry per prompt in each list."""
+
+    answers: list[Answer]
+    """Prompts, with the target's own answers or those that were given."""
+    categories: list[str | None]
+    names: list[str | None]
+    seconds: float | None = None
+    """Of the target alone."""
+    agreement: float | None = None
+    """Share of given answers' tokens that the target itself would have chosen."""
+
+
+def evaluate(settings: Settings) -> int:
+    """Measure, print, and write ``settings.json`` if asked; returns the exit code.
+
+    Raises:
+        EvalError, DrafterError, TargetError, DecodeError, DataError, ServedError: one sentence each.
     """
-    asked = [prompt.ids.tolist() for prompt in prompts]
-    made_for = {"prompts": asked, "max_new_tokens": max_new_tokens, "target": target.fingerprint}
-    head = json.dumps({"made_for": hashlib.sha256(json.dumps(made_for).encode()).hexdigest()})
-    kept = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    if kept[:1] != [head] or len(kept) != 1 + len(asked):
-        answers = target.greedy(asked, max_new_tokens, batch_size)
-        made = [Answer(prompt.origin, ids, a) for prompt, ids, a in zip(prompts, asked, answers, strict=True)]
-        kept = [head, *(json.dumps(asdict(answer)) for answer in made)]
-        part = path.with_suffix(".tmp")
-        part.write_text("\n".join(kept) + "\n", encoding="utf-8")
-        os.replace(part, path)
-    return [Answer(**json.loads(line)) for line in kept[1:]]
+    settings.check()
+    pair = load_both(
+        settings.drafter, target=settings.target, dtype=settings.dtype, device=settings.device,
+        enable_thinking=settings.enable_thinking,
+    )  # fmt: skip
+    pairs = [pair] + ([load_both(settings.compare, beside=pair)] if settings.compare else [])
+    for loaded in pairs:
+        print(loaded.source.line, file=sys.stderr)
+        for size in settings.block_sizes:
+            if not 2 <= size <= (own := loaded.drafter.config.block_size):
+                raise EvalError(f"--block-size {size}: {loaded.source.folder} drafts blocks of {own}; give 2 to {own}")
+    if settings.answers:
+        given = _served_set(pair, settings) if settings.url else _answer_set(pair, settings)
+        arms = [arm for loaded in pairs for arm in _score(loaded, given, settings)]
+    else:
+        given = _decode_alone(pair, settings)
+        arms = [arm for loaded in pairs for arm in _decode(loaded, given, settings)]
+    if not any(len(arm.rounds.streak_R) for arm in arms):
+        raise EvalError("every answer has fewer than two tokens, so there is no round to measure; look at the prompts")
+    report = _report(settings, pairs, given, arms)
+    print(tables.render(report))
+    if settings.json is not None:
+        part = settings.json.with_name(settings.json.name + ".tmp")
+        part.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        os.replace(part, settings.json)
+    return 0
 
 
-@torch.no_grad()
-def walk(
-    drafter: DFlashDraftModel, target: Target, answers: Sequence[Answer], tokens_per_batch: int, anchors_per_batch: int
-) -> Walk:
-    """Exact accepted lengths of ``drafter`` on ``answers``; run it under the autocast that training runs under."""
-    device = target.device
-    weight = slot_weights(drafter.config.block_size, gamma=1.0, device=device)
-    streak_at: list[np.ndarray] = [np.zeros(len(a.prompt) + len(a.answer), dtype=np.int64) for a in answers]
-    lengths = [len(a.prompt) + len(a.answer) for a in answers]
-    for group in _groups(lengths, tokens_per_batch):
-        features = target.capture(
-            [np.array(answers[i].prompt + answers[i].answer) for i in group],
-            [np.array([False] * len(answers[i].prompt) + [True] * len(answers[i].answer)) for i in group],
-            group,
-            padded_tokens(max(tokens_per_batch, sum(lengths[i] for i in group)), device),
-        )
-        # Labels are the answer's own tokens, whatever target.label_layer trains on: a server verifies with the model.
-        next_ids = torch.cat([features.ids[1:], features.ids[:1]])
-        features = replace(features, labels=next_ids.int())
-        rows = [
-            row
-            for b, i in enumerate(group)
-            for row in range(features.bounds[b] + len(answers[i].prompt), features.bounds[b + 1] - 1)
-        ]
-        for start in range(0, len(rows), anchors_per_batch):
-            part = rows[start : start + anchors_per_batch]
-            anchors = anchor_rows(np.array(part), anchors_per_batch, device)
-            scored = score_blocks(drafter, target, features, features.context, anchors, weight)
-            run = streaks(scored.rank_NJ == 0, scored.blocks.on_path_NJ).tolist()
-            for row, length in zip(part, run, strict=False):  # padded blocks come last
-                b = int(np.searchsorted(features.bounds, row, side="right")) - 1
-                streak_at[group[b]][row - features.bounds[b]] = length
-    return Walk(
-        [accept_points(s, len(a.prompt)) for s, a in zip(streak_at, answers, strict=True)], drafter.config.block_size
+# ---- what is measured on ---------------------------------------------------------------------------------------------
+
+
+def _prompts(pair: Loaded, settings: Settings) -> list[Prompt]:
+    return load_prompts(
+        settings.prompts, pair.target.tokenizer, limit=settings.samples, max_length=pair.max_length,
+        chat_template_kwargs=pair.chat_template_kwargs, vocab_size=pair.target.vocab_size,
+    )  # fmt: skip
+
+
+def _decode_alone(pair: Loaded, settings: Settings) -> Set:
+    """The target by itself, through the same loop: the baseline of speed and the outputs to compare with."""
+    prompts = _prompts(pair, settings)
+    ids = [prompt.ids.tolist() for prompt in prompts]
+    decoder = Decoder(pair.target, None, temperature=settings.temperature, seed=settings.seed)
+    decoded, seconds = _timed(decoder, ids, settings, "target alone")
+    answers = [Answer(p.origin, own, d.tokens) for p, own, d in zip(prompts, ids, decoded, strict=True)]
+    return Set(answers, [p.category for p in prompts], [p.id for p in prompts], seconds)
+
+
+def _served_set(pair: Loaded, settings: Settings) -> Set:
+    prompts = _prompts(pair, settings)
+    served = served_answers(
+        settings.answers or "", prompts, pair.target.tokenizer, max_new_tokens=settings.max_new_tokens
     )
+    answers = [Answer(p.origin, p.ids.tolist(), list(a.ids)) for p, a in zip(prompts, served, strict=True)]
+    given = Set(answers, [p.category for p in prompts], [p.id for p in prompts])
+    return replace(given, agreement=_agreement(pair.target, answers))
 
 
-def accept_points(streak_at: np.ndarray, prompt_length: int) -> list[int]:
-    """Accepted length of each round on one answer, from the streak of the block at every position."""
-    lengths, position = [], prompt_length
-    while position < len(streak_at) - 1:
-        lengths.append(int(streak_at[position]) + 1)
-        position += lengths[-1]
-    return lengths
+def _answer_set(pair: Loaded, settings: Settings) -> Set:
+    """Rows of a file whose last turn is the answer, or pre-tokenised ones whose last supervised run is."""
+    file = settings.answers or ""
+    data = load_data(
+        [file], pair.target.tokenizer, max_length=pair.max_length, chat_template_kwargs=pair.chat_template_kwargs,
+        cache_dir=None, vocab_size=pair.target.vocab_size,
+    )  # fmt: skip
+    print(summary(data.stats), file=sys.stderr)
+    about = {line: normalise(raw) for line, raw in read_rows(file)}
+    answers, categories, names = [], [], []
+    for i in range(len(data.lengths))[: settings.samples]:
+        ids, mask = data.sample(i)
+        inside = mask.nonzero()[0]
+        end = int(inside[-1]) + 1
+        gaps = (~mask[:end]).nonzero()[0]
+        begin = int(gaps[-1]) + 1 if len(gaps) else 0
+        row = about[int(data.origin[i, 1])]
+        if begin == 0:
+            raise EvalError(f"{data.describe(i)}: every token is supervised, so there is no prompt to draft after")
+        answers.append(Answer(data.describe(i), ids[:begin].tolist(), ids[begin:end].tolist()))
+        categories.append(None if isinstance(row, Rejected) else row.category)
+        names.append(None if isinstance(row, Rejected) else row.id)
+    return Set(answers, categories, names, agreement=_agreement(pair.target, answers))
 
 
-def _groups(lengths: Sequence[int], tokens_per_batch: int) -> list[list[int]]:
-    """Indices in groups whose tokens fit the budget (at least one each); the longest first, so that rows pad little."""
-    groups: list[list[int]] = []
-    budget = 0
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if not groups or lengths[i] > budget:
-            groups.append([])
-            budget = tokens_per_batch
-        groups[-1].append(i)
-        budget -= lengths[i]
-    return groups
+def _agreement(target: Target, answers: Sequence[Answer]) -> float | None:
+    if target.label_layer != "final":
+        return None
+    return target_share(target, answers, walk_batch(target.device))
+
+
+# ---- the arms --------------------------------------------------------------------------------------------------------
+
+
+def _decode(loaded: Loaded, given: Set, settings: Settings) -> list[Arm]:
+    """Live decoding per block size, then trees: offline on the target's own answers, and live where that is right."""
+    prompts = [answer.prompt for answer in given.answers]
+    name = str(loaded.source.folder)
+    common: dict[str, Any] = {"temperature": settings.temperature, "seed": settings.seed}
+    arms = []
+
+    def live(label: str, **options: Any) -> None:
+        decoder = Decoder(loaded.target, loaded.drafter, **common, **options)
+        decoded, seconds = _timed(decoder, prompts, settings, label)
+        written = [d.tokens for d in decoded]
+        differing = None
+        if settings.temperature == 0:
+            differing = differences(loaded.target, prompts, [a.answer for a in given.answers], written)
+        rounds = Rounds.of_decoded(decoded, decoder.block_size)
+        arms.append(Arm(name, rounds, options.get("tree_budget"), seconds, written, differing))
+
+    for size in settings.block_sizes or [loaded.drafter.config.block_size]:
+        live(f"blocks of {size}", block_size=size)
+    arms += _offline_trees(loaded, given, settings)
+    if not loaded.target.hybrid:
+        for budget in settings.budgets:
+            live(f"trees of {budget}", tree_budget=budget)
+    return arms
+
+
+def _score(loaded: Loaded, given: Set, settings: Settings) -> list[Arm]:
+    batch = walk_batch(loaded.target.device)
+    arms = []
+    sizes = settings.block_sizes or [loaded.drafter.config.block_size]
+    for size in tqdm(sizes, desc="walk", unit="block size", disable=None):
+        rounds = walk(loaded.drafter, loaded.target, given.answers, batch.tokens, batch.anchors, size)
+        arms.append(Arm(str(loaded.source.folder), rounds))
+    return arms + _offline_trees(loaded, given, settings)
+
+
+def _offline_trees(loaded: Loaded, given: Set, settings: Settings) -> list[Arm]:
+    if not settings.budgets:
+        return []
+    batch = walk_batch(loaded.target.device)
+    by_budget = walk_trees(loaded.drafter, loaded.target, given.answers, settings.budgets, batch)
+    return [Arm(str(loaded.source.folder), rounds, budget) for budget, rounds in by_budget.items()]
+
+
+def _timed(
+    decoder: Decoder, prompts: Sequence[Sequence[int]], settings: Settings, label: str
+) -> tuple[list[Decoded], float]:
+    """Answers and seconds of wall clock, device waited for, prefill included."""
+    device = decoder.target.device
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    limit = settings.max_new_tokens
+    decoder.decode(prompts[: settings.batch_size], min(limit, WARM_UP_TOKENS), settings.batch_size)
+    with tqdm(total=len(prompts), desc=label, unit="prompt", disable=None) as bar:
+
+        def tick(_index: int, _answer: Decoded) -> None:
+            bar.update()
+
+        begin = now()
+        decoded = decoder.decode(prompts, limit, settings.batch_size, on_answer=tick)
+        return decoded, now() - begin
+
+
+# ---- the document ----------------------------------------------------------------------------------------------------
+
+
+def _report(settings: Settings, pairs: Sequence[Loaded], given: Set, arms: Sequence[Arm]) -> dict[str, Any]:
+    """All figures as JSON values; what is not a number there is null."""
+    target = pairs[0].target
+    versions = {"dflash": dflash.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    alone = None
+    if given.seconds is not None:
+        tokens = sum(len(answer.answer) for answer in given.answers)
+        alone = {"tokens": tokens, "seconds": given.seconds, "tokens_per_s": tokens / given.seconds}
+    whole = {
+        "versions": versions | {"python": platform.python_version()},
+        "settings": asdict(settings) | {"json": str(settings.json) if settings.json else None},
+        "target": {
+            "model": pairs[0].target_name, "dtype": str(target.dtype).removeprefix("torch."), "hybrid": target.hybrid,
+            "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else "cpu",
+            "chat_template_kwargs": pairs[0].chat_template_kwargs,
+        },
+        "drafters": [
+            {
+                "name": str(p.source.folder), "line": p.source.line, "block_size": p.drafter.config.block_size,
+                "config": p.drafter.config.to_dict(),
+            }
+            for p in pairs
+        ],
+        "alone": alone,
+        "agreement": given.agreement,
+        "arms": [_arm(arm, given) for arm in arms],
+        "comparison": _comparison(pairs, arms),
+        "prompts": [
+            {
+                "origin": answer.origin, "id": given.names[i], "category": given.categories[i],
+                "prompt_tokens": len(answer.prompt), "answer_tokens": len(answer.answer),
+                "accepted_lengths": [arm.rounds.rounds[i] for arm in arms],
+            }
+            for i, answer in enumerate(given.answers)
+        ],
+        "definitions": tables.DEFINITIONS,
+    }  # fmt: skip
+    clean: dict[str, Any] = _clean(whole)
+    return clean
+
+
+def _arm(arm: Arm, given: Set) -> dict[str, Any]:
+    rounds = arm.rounds
+    figures = rounds.summary()
+    out: dict[str, Any] = {
+        "drafter": arm.drafter,
+        "decoded": arm.answers is not None,
+        "block_size": rounds.block_size,
+        "tree_budget": arm.tree_budget,
+        **{key: value for key, value in figures.items() if not key.startswith("accepted_at")},
+        "accepted_at": [figures[f"accepted_at{slot}"] for slot in range(1, rounds.block_size)],
+        "by_context": rounds.by_context(),
+        "by_category": rounds.by_category(given.categories),
+    }
+    if arm.answers is not None and arm.seconds is not None and given.seconds is not None:
+        tokens = sum(map(len, arm.answers))
+        base = sum(len(answer.answer) for answer in given.answers) / given.seconds
+        out |= {"tokens": tokens, "seconds": arm.seconds, "tokens_per_s": tokens / arm.seconds}
+        out["speedup"] = tokens / arm.seconds / base
+    if arm.differing is not None:
+        out["identical"] = 1 - len(arm.differing) / len(given.answers)
+        out["differing"] = [
+            asdict(d) | {"origin": given.answers[d.prompt].origin, "verdict": "tie" if d.tie else "fault"}
+            for d in arm.differing
+        ]
+    return out
+
+
+def _comparison(pairs: Sequence[Loaded], arms: Sequence[Arm]) -> list[dict[str, Any]]:
+    """The first drafter's arms against the second's, one by one in their order."""
+    if len(pairs) < 2:
+        return []
+    half = len(arms) // 2
+    return [
+        {
+            "block_sizes": [a.rounds.block_size, b.rounds.block_size],
+            "tree_budget": a.tree_budget,
+            "decoded": a.answers is not None,
+            **asdict(paired_difference(a.rounds, b.rounds)),
+        }
+        for a, b in zip(arms[:half], arms[half:], strict=True)
+    ]
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _clean(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

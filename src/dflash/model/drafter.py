@@ -34,7 +34,12 @@ def _flex(on_gpu: bool) -> Any:
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
     """Grouped-query attention of [B, H, Q, d] over [B, H_kv, S + Q, d]; the mask's type picks the backend."""
     if isinstance(mask, BlockMask):
-        return _flex(query.is_cuda)(query, key, value, block_mask=mask, enable_gqa=True)
+        flex = flex_attention if torch.compiler.is_compiling() else _flex(query.is_cuda)
+        # Heads repeated, not grouped: the backward kernel walks all queries of a tile of keys in one program, and four
+        # times as many programs share the work better (4.5 -> 3.6 ms a layer on an H200).
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        return flex(query, key, value, block_mask=mask)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
 

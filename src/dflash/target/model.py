@@ -36,7 +36,7 @@ LOGITS_BYTES = 1 << 28
 """Logits in memory at once while labels are made: 540 positions in bf16 at a vocabulary of 248,320."""
 
 
-def _untouched(method: Callable[P, R]) -> Callable[P, R]:
+def untouched(method: Callable[P, R]) -> Callable[P, R]:
     """Run as the target would by itself: no gradients, and no autocast that the drafter's side may have switched on.
 
     no_grad, not inference_mode: autograd refuses to save inference tensors, and fc's backward needs the context.
@@ -44,8 +44,8 @@ def _untouched(method: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        target: Any = args[0]
-        with torch.no_grad(), torch.autocast(target.device.type, enabled=False):
+        owner: Any = args[0]  # the target, or what runs it
+        with torch.no_grad(), torch.autocast(owner.device.type, enabled=False):
             return method(*args, **kwargs)
 
     return run
@@ -100,7 +100,7 @@ class Target:
         self.module, self.tokenizer = module.eval().requires_grad_(False), tokenizer
         self.config = module.config.get_text_config(decoder=True)
         self._decoder = module.get_decoder()
-        self._layers = _child(self._decoder, LAYER_LISTS, nn.ModuleList, "list of decoder layers")
+        self.layers: nn.ModuleList = _child(self._decoder, LAYER_LISTS, nn.ModuleList, "list of decoder layers")
         self.final_norm = _child(self._decoder, FINAL_NORMS, nn.Module, "final norm")
         head = module.get_output_embeddings()
         if head is None:
@@ -109,7 +109,7 @@ class Target:
         self.head_weight: Tensor = head.weight
         self.head_bias: Tensor | None = getattr(head, "bias", None)
         self.vocab_size, self.hidden_size = self.head_weight.shape
-        self.num_layers = len(self._layers)
+        self.num_layers = len(self.layers)
         self.device, self.dtype = self.head_weight.device, self.head_weight.dtype
 
         self.context_layers, self.label_layer = list(context_layers), label_layer
@@ -141,7 +141,7 @@ class Target:
 
     # ---- features and labels -----------------------------------------------------------------------------------------
 
-    @_untouched
+    @untouched
     def capture(
         self,
         rows: Sequence[Any],
@@ -189,7 +189,7 @@ class Target:
         label_rows: list[Tensor] = []
         if self.label_layer != "final":
             sinks[self.label_layer] = lambda hidden_BSD: label_rows.append(hidden_BSD.flatten(0, 1)[real[supervised]])
-        with self._taps(sinks), sdpa_kernel(SHAPE_FREE_ATTENTION):
+        with self.taps(sinks), sdpa_kernel(SHAPE_FREE_ATTENTION):
             out = self._decoder(input_ids=self._on_device(padded_BS, np.int64), use_cache=False)
         if self.label_layer == "final":
             normed_TD = out.last_hidden_state.flatten(0, 1)[real[supervised]]  # past the final norm already
@@ -227,7 +227,7 @@ class Target:
         )
 
     @contextmanager
-    def _taps(self, sinks: dict[int, Callable[[Tensor], None]]) -> Iterator[None]:
+    def taps(self, sinks: dict[int, Callable[[Tensor], None]]) -> Iterator[None]:
         """Hand the outputs of decoder layers to ``sinks`` while the context lasts; no hook outlives it."""
         handles = []
         try:
@@ -236,7 +236,7 @@ class Target:
                 def hook(_module: Any, _args: Any, out: Any, sink: Callable[[Tensor], None] = sink) -> None:
                     sink(out[0] if isinstance(out, tuple) else out)
 
-                handles.append(self._layers[layer].register_forward_hook(hook))
+                handles.append(self.layers[layer].register_forward_hook(hook))
             yield
         finally:
             for handle in handles:
@@ -269,7 +269,7 @@ class Target:
 
     # ---- answers -----------------------------------------------------------------------------------------------------
 
-    @_untouched
+    @untouched
     def greedy(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, batch_size: int, progress: bool | None = None
     ) -> list[list[int]]:
@@ -328,7 +328,7 @@ class Target:
 
     # ---- self-test ---------------------------------------------------------------------------------------------------
 
-    @_untouched
+    @untouched
     def _self_test(self) -> None:
         """Refuse a model whose logits are not ``head(final norm(last layer))``: its labels would be another model's."""
         name = f"target.model: {type(self.module).__name__}"
@@ -339,7 +339,7 @@ class Target:
                 f"{name} gives logits that are not finite; its weights are damaged, or overflow in {self.dtype}"
             )
         last: list[Tensor] = []
-        with self._taps({self.num_layers - 1: last.append}):
+        with self.taps({self.num_layers - 1: last.append}):
             hidden = self._decoder(input_ids=ids, use_cache=False).last_hidden_state
         eps = 8 * torch.finfo(self.dtype).eps  # rounding of the library's own kernels
         if not last[0].shape[-1] == hidden.shape[-1] == self.hidden_size:

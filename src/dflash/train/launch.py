@@ -18,7 +18,7 @@ import dflash
 from dflash.config import Config, ConfigError, dump_yaml, load_config, to_dict
 from dflash.data.batches import Batch, BatchPlan
 from dflash.data.tokenize import DataError, TokenData, decode_example, load_data, load_prompts, summary
-from dflash.decode.evaluate import load_or_generate
+from dflash.decode.walk import load_or_generate
 from dflash.model import DFlashConfig, DFlashDraftModel
 from dflash.score import padded_tokens
 from dflash.target.features import TargetFeatures

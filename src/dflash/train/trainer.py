@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from dflash.data.batches import Batch, sample_anchors
-from dflash.decode.evaluate import Answer, walk
-from dflash.metrics import add_sums, divide, pooled_sums
+from dflash.data.batches import Batch, counted_slots, sample_anchors
+from dflash.decode.walk import Answer, walk
+from dflash.metrics import add_sums, divide, pooled_sums, read
 from dflash.model import DFlashDraftModel, slot_weights
 from dflash.score import anchor_rows, score_blocks
 from dflash.target.features import SickFeatures, TargetFeatures
@@ -78,6 +78,9 @@ class Trainer:
             weight_decay=c.train.weight_decay,
             fused=True,
         )
+        if self.device.type == "cuda":
+            for layer in self.drafter.layers:
+                layer.compile(dynamic=False)
         self.answers_digest = digest([asdict(answer) for answer in self.answers])
         self.progress = Progress(0, 0, 0, None, None, self.answers_digest, self.fingerprint)
         self.checkpoints = Checkpoints(self.run_dir / "checkpoints", c.checkpoint.keep_last, c.checkpoint.keep_best)
@@ -88,8 +91,8 @@ class Trainer:
         """Forward and backward of one optimizer step's batches.
 
         Returns the pooled sums, the gradient norm after division by the step's weight sum, and which batches were sick.
-        Gradients of the unnormalised loss accumulate in fp32 and are divided once, so how the step is cut into batches
-        (and, with several ranks, who computes which) changes nothing but rounding.
+        Gradients of the unnormalised loss accumulate in fp32 and :meth:`update` divides them once, so how the step is
+        cut into batches (and, with several ranks, who computes which) changes nothing but rounding.
         """
         sums: dict[str, Tensor] = {}
         sick = []
@@ -97,24 +100,24 @@ class Trainer:
         for batch in self.plan.batches(step):
             with self.feature_clock:
                 features = self.features_of(batch)
-            anchors, eligible = self.anchors(batch, features)
+            anchors, counted, eligible = self.anchors(batch, features)
             seed = noise_seed(self.config.seed, batch.epoch, batch.index)
             context = add_noise(features.context, self.target.hidden_size, std, seed)
             with self.autocast:
-                scored = score_blocks(self.drafter, self.target, features, context, anchors, self.slot_weight)
+                scored = score_blocks(self.drafter, self.target, features, context, anchors, self.slot_weight, counted)
             scored.loss.weighted_sum.backward()
             sums = add_sums(
                 sums, pooled_sums(scored.blocks, scored.rank_NJ, scored.loss.weighted_sum, scored.weight_sum, eligible)
             )
             sick.append(features.sick(self.target.hidden_size))
         gradients = [p.grad for p in self.drafter.parameters() if p.grad is not None]
-        torch._foreach_div_(gradients, sums["weight"].float())
-        return sums, torch.nn.utils.get_total_norm(gradients), sick
+        return sums, torch.nn.utils.get_total_norm(gradients) / sums["weight"].float(), sick
 
-    def update(self, step: int, grad_norm: Tensor) -> None:
-        """Clip and step."""
-        clip = self.config.train.max_grad_norm
-        torch.nn.utils.clip_grads_with_norm_(self.drafter.parameters(), clip, grad_norm)
+    def update(self, step: int, weight_sum: Tensor, grad_norm: Tensor) -> None:
+        """Divide, clip and step: the fused kernel takes one divisor for both, which spares two passes over all
+        gradients."""
+        shrink = (self.config.train.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
+        self.optimizer.grad_scale = (weight_sum / shrink).float()  # type: ignore[attr-defined]
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr(step)
         self.optimizer.step()
@@ -123,16 +126,17 @@ class Trainer:
     def lr(self, step: int) -> float:
         return learning_rate(step, self.plan.total, self.config.train.learning_rate, self.config.train.warmup_ratio)
 
-    def anchors(self, batch: Batch, features: TargetFeatures) -> tuple[Tensor, int]:
-        """Rows of the batch's anchors, in row order (neighbours share keys: fewer attention tiles), and how many
-        positions were eligible."""
-        rows = [
-            features.bounds[b]
-            + sample_anchors(self.config.seed, batch.epoch, int(sample), self.data.sample(int(sample))[1], int(count))
-            for b, (sample, count) in enumerate(zip(batch.samples, batch.anchors, strict=True))
-        ]
-        budget = self.config.train.anchors_per_batch
-        return anchor_rows(np.concatenate(rows), budget, self.device), int(self.data.eligible[batch.samples].sum())
+    def anchors(self, batch: Batch, features: TargetFeatures) -> tuple[Tensor, int, int]:
+        """Rows of the batch's anchors, in row order (neighbours share keys: fewer attention tiles), how many slots of
+        their blocks count, and how many positions were eligible."""
+        rows, counted = [], 0
+        for b, (sample, count) in enumerate(zip(batch.samples.tolist(), batch.anchors.tolist(), strict=True)):
+            _, mask = self.data.sample(sample)
+            own = sample_anchors(self.config.seed, batch.epoch, sample, mask, count)
+            rows.append(features.bounds[b] + own)
+            counted += counted_slots(mask, own, self.drafter.config.block_size)
+        anchors = anchor_rows(np.concatenate(rows), self.config.train.anchors_per_batch, self.device)
+        return anchors, counted, int(self.data.eligible[batch.samples].sum())
 
     # ---- the run ---------------------------------------------------------------------------------------------------
 
@@ -191,9 +195,10 @@ class Trainer:
         started = time.perf_counter()
         batches = self.plan.batches(step)
         sums, grad_norm, sick = self.train_step(step)
-        # A wait for the device: nothing may reach the weights before it is known to be finite.
-        norm, loss, *ill = torch.stack([grad_norm.double(), sums["loss"], *(s.double() for s in sick)]).tolist()
-        for batch, is_ill in zip(batches, ill, strict=True):
+        # The step's one wait for the device: nothing may reach the weights before it is known to be finite.
+        host = read(sums | {"grad_norm": grad_norm, "sick": torch.stack(sick)})
+        norm, loss = host["grad_norm"], host["loss"]
+        for batch, is_ill in zip(batches, host["sick"], strict=True):
             if is_ill:
                 self.features_of(batch).check(self.target.hidden_size)  # again, for the sentence
                 raise SickFeatures(
@@ -208,12 +213,12 @@ class Trainer:
                 f"norm {norm}); the step was not applied. Its samples: {named}. Look at these rows, or start a new run "
                 "with a lower train.learning_rate"
             )
-        self.update(step, grad_norm)
+        self.update(step, sums["weight"], grad_norm)
         tokens = int(sum(self.data.lengths[batch.samples].sum() for batch in batches))
         self.progress.step = step
         self.progress.tokens += tokens
         self.progress.samples += sum(len(batch.samples) for batch in batches)
-        line = {"step": step, "epoch": self.plan.epoch_of(step), **divide(sums), "grad_norm": norm}
+        line = {"step": step, "epoch": self.plan.epoch_of(step), **divide(host), "grad_norm": norm}
         line |= {"lr": self.lr(step), "noise_std": noise_std(step, self.plan.total, self.config)}
         line |= {"tokens": self.progress.tokens, "samples": self.progress.samples}
         spent = time.perf_counter() - started

@@ -11,7 +11,15 @@ import transformers
 from test_trainer import batch, rows, trainer
 from tiny import tiny_llama, tiny_qwen3, tiny_qwen35
 
-from dflash.decode.evaluate import Answer, Walk, accept_points, load_or_generate, walk
+from dflash.decode.walk import (
+    Answer,
+    WalkBatch,
+    accept_points,
+    load_or_generate,
+    target_share,
+    walk,
+    walk_trees,
+)
 from dflash.target.model import Target
 
 
@@ -101,6 +109,33 @@ def test_live_decoding_is_lossless_and_accepts_what_the_walk_says(make, kinds):
     assert compared > 20
 
 
+def test_walk_of_smaller_blocks_and_of_trees():
+    """A tree of one node is a block of one slot; more nodes never accept less at a position; all against the walk."""
+    t, _, answers = learned(tiny_llama, ("sliding_attention", "full_attention"))
+    small, large = WalkBatch(60, 7), WalkBatch(10_000, 10_000)
+    chain = walk(t.drafter, t.target, answers, 60, 7, block_size=2)
+    trees = walk_trees(t.drafter, t.target, answers, [1, 8, 500], small, block_size=2)
+    assert trees[1].rounds == chain.rounds and trees[1].block_size == chain.block_size == 2
+    trees = walk_trees(t.drafter, t.target, answers, [1, 8, 500], small)
+    assert {b: r.rounds for b, r in walk_trees(t.drafter, t.target, answers, [1, 8, 500], large).items()} == {
+        b: r.rounds for b, r in trees.items()
+    }
+    own = walk(t.drafter, t.target, answers, 60, 7)
+    assert trees[500].pooled() > own.pooled() > trees[1].pooled() > 1
+    for rounds in trees.values():  # every token but the first was emitted by one round
+        for one, answer in zip(rounds.rounds, answers, strict=True):
+            assert len(answer.answer) - 1 <= sum(one) <= len(answer.answer)
+
+
+def test_share_of_tokens_that_the_target_itself_would_choose():
+    t, _, answers = learned(tiny_llama, ("full_attention",))
+    assert target_share(t.target, answers, WalkBatch(60, 7)) == 1
+    answer = answers[0]
+    changed = [*answer.answer[:3], answer.answer[3] ^ 1, *answer.answer[4:]]
+    share = target_share(t.target, [Answer("x", answer.prompt, changed)], WalkBatch(60, 7))
+    assert 0 < share < 1
+
+
 def test_walk_measures_what_the_model_verifies_whatever_layer_made_the_labels():
     t, module, answers = learned(tiny_llama, ("full_attention",))
     inner = Target(module, None, [0, 2], 1)
@@ -114,17 +149,10 @@ def test_accept_points_equal_a_loop():
         prompt = int(g.integers(1, 28))
         want, p = [], prompt
         while p < 29:
-            want.append(streak[p] + 1)
+            want.append((p, streak[p]))
             p += streak[p] + 1
         assert accept_points(streak, prompt) == want
     assert accept_points(np.zeros(6, int), 5) == []  # an answer of one token: prefill gave it, no round
-
-
-def test_summary_pools_over_rounds_and_names_the_other_mean():
-    out = Walk([[1, 1, 4], [2], []], block_size=4).summary()
-    assert out["accepted_length"] == pytest.approx(2.0) and out["accepted_length_per_prompt"] == pytest.approx(2.0)
-    assert (out["rounds"], out["prompts"]) == (4, 2)
-    assert [out[f"accepted_at{k}"] for k in (1, 2, 3)] == [0.5, 0.25, 0.25]
 
 
 def test_answers_are_generated_once_and_read_back(tmp_path):
