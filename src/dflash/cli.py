@@ -6,6 +6,8 @@ Heavy imports happen inside the functions, so that ``--help`` and a wrong config
 from __future__ import annotations
 
 import argparse
+import json
+import logging
 import os
 import sys
 import warnings
@@ -45,6 +47,7 @@ def resume(args: argparse.Namespace) -> int:
 
 def eval_(args: argparse.Namespace) -> int:
     """Measure a drafter: accepted length, speed, losslessness."""
+    _show_messages()
     from dflash.decode.evaluate import Settings, evaluate
 
     return evaluate(Settings(**{name: value for name, value in vars(args).items() if name not in ("command", "run")}))
@@ -52,19 +55,48 @@ def eval_(args: argparse.Namespace) -> int:
 
 def generate(args: argparse.Namespace) -> int:
     """Answer one prompt, or chat."""
+    _show_messages()
     from dflash.decode import chat
     from dflash.decode.drafters import load_both
 
     loaded = load_both(
-        args.drafter, target=args.target, dtype=args.dtype, device=args.device, enable_thinking=args.enable_thinking
-    )
-    print(loaded.source.line, file=sys.stderr)
+        args.drafter, target=args.target, dtype=args.dtype, device=args.device, enable_thinking=args.enable_thinking,
+        block_sizes=[args.block_size] if args.block_size else [],
+    )  # fmt: skip
     return chat.generate(
         loaded.target, loaded.drafter, prompt=args.prompt, system=args.system,
         chat_template_kwargs=loaded.chat_template_kwargs, max_new_tokens=args.max_new_tokens,
         temperature=args.temperature, seed=args.seed, block_size=args.block_size, show_accepted=args.show_accepted,
         source=sys.stdin, out=sys.stdout, err=sys.stderr,
     )  # fmt: skip
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Measure speed."""
+    import torch
+
+    from dflash.bench import step
+    from dflash.decode.drafters import pick_device
+
+    device = pick_device(args.device)
+    kind = args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
+    result = step.bench(
+        args.shape, tokens=args.tokens, anchors=args.anchors, steps=args.steps, accumulation=args.accumulation,
+        device=device, dtype=getattr(torch, kind), peer=args.peer is not None,
+    )  # fmt: skip
+    print(step.table(result))
+    if args.json is not None:
+        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _show_messages() -> None:
+    """What the package has to say, plain on stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log = logging.getLogger("dflash")
+    log.handlers = [handler]
+    log.setLevel(logging.INFO)
 
 
 def _count(text: str) -> int:
@@ -81,21 +113,21 @@ def _counts(text: str) -> list[int]:
 def _pair(sub: argparse.ArgumentParser) -> None:
     """Which drafter, which target, and how both run: the same for every command that decodes."""
     sub.add_argument("drafter", metavar="DRAFTER", help="folder of a run, a checkpoint or a drafter, or a hub id")
-    sub.add_argument("--target", metavar="MODEL", help="as target.model of a config; default: the one of the run")
-    sub.add_argument("--max-new-tokens", type=_count, metavar="N", help="length of an answer, at most (%(default)s)")
+    sub.add_argument("--target", metavar="MODEL", help="hub id, folder or package:NAME/FILE; default: the run's")
+    sub.add_argument("--max-new-tokens", type=_count, metavar="N", help="longest answer, in tokens (%(default)s)")
     sub.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
     sub.add_argument(
         "--enable-thinking",
         action=argparse.BooleanOptionalAction,
         help="passed to the chat template; default: as the run rendered its data",
     )
-    sub.add_argument("--device", help="default: cuda:0 if there is one, else cpu")
+    sub.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda:0 if there is one, else cpu")
     sub.add_argument(
         "--dtype",
         choices=["bfloat16", "float32"],
         help="of both models; default: the run's, else bfloat16 on a GPU and float32 on a CPU",
     )
-    sub.add_argument("--seed", type=int, default=0, help="of sampling")
+    sub.add_argument("--seed", type=int, default=0, help="of sampling (%(default)s)")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -160,7 +192,7 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         dest="block_sizes",
         metavar="K[,K...]",
-        help="anchor and drafted tokens; default: the drafter's own",
+        help="tokens of a block, its anchor included: one or several to compare; default: the drafter's own",
     )
     sub.add_argument(
         "--ddtree",
@@ -168,9 +200,11 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         dest="budgets",
         metavar="N[,N...]",
-        help="draft trees of so many nodes as well",
+        help="also draft trees of so many nodes; on hybrid targets as an offline figure only",
     )
-    sub.add_argument("--samples", type=_count, metavar="N", help="prompts or answers at most")
+    sub.add_argument(
+        "--samples", type=_count, metavar="N", help="use N prompts or answers at most, the first of each file"
+    )
     sub.add_argument("--batch-size", type=_count, default=1, metavar="N", help="prompts decoded together (%(default)s)")
     sub.add_argument("--compare", metavar="OTHER", help="a second drafter on the same set, with the paired difference")
     sub.add_argument("--json", type=Path, metavar="OUT", help="write all figures there, those of each prompt included")
@@ -184,9 +218,31 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--prompt", metavar="TEXT", help="default: a chat on a terminal, else all of standard input")
     sub.add_argument("--system", metavar="TEXT", help="system message")
     sub.add_argument(
-        "--block-size", type=_count, metavar="K", help="anchor and drafted tokens; default: the drafter's own"
+        "--block-size",
+        type=_count,
+        metavar="K",
+        help="tokens of a block, its anchor included; default: the drafter's own",
     )
-    sub.add_argument("--show-accepted", action="store_true", help="mark the drafted tokens that were accepted")
+    sub.add_argument(
+        "--show-accepted",
+        action="store_true",
+        help="mark the accepted drafted tokens: underlined on a terminal, else in [brackets]",
+    )
+    sub = command(
+        bench,
+        "measure the speed of a part, on synthetic data of a real shape",
+        "dflash bench step --shape qwen27b --anchors 512 --peer specforge",
+    )
+    sub.add_argument("part", choices=["step"], help="step: one optimizer step of the drafter as training runs it")
+    sub.add_argument("--shape", choices=["qwen27b", "smollm2", "tiny"], default="qwen27b", help="default: %(default)s")
+    sub.add_argument("--tokens", type=_count, default=3072, metavar="N", help="of the micro-batch (%(default)s)")
+    sub.add_argument("--anchors", type=_count, default=512, metavar="N", help="of the micro-batch (%(default)s)")
+    sub.add_argument("--accumulation", type=_count, default=1, metavar="N", help="micro-batches a step (%(default)s)")
+    sub.add_argument("--steps", type=_count, default=10, metavar="N", help="timed after a warm-up (%(default)s)")
+    sub.add_argument("--peer", choices=["specforge"], help="the same work by a peer that is installed, in the same run")
+    sub.add_argument("--device", help="default: cuda:0 if there is one, else cpu")
+    sub.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16 on a GPU, float32 on a CPU")
+    sub.add_argument("--json", type=Path, metavar="OUT", help="write the figures there too")
     return parser
 
 

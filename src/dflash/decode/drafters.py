@@ -9,23 +9,26 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from types import NoneType, SimpleNamespace
 from typing import Any, cast
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from dflash.checkpoint_folder import COMPLETE, STATE, WRITING, complete, is_complete, step_of
 from dflash.config import Config, load_config
 from dflash.decode.speculative import check_match
 from dflash.model import DFlashConfig, DFlashDraftModel
 from dflash.model.config import DrafterError
 from dflash.target.load import load_target_config
 from dflash.target.model import Target, load_target
-from dflash.train.checkpoint import Checkpoints
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SPECULATORS = ("speculators_model_type", "speculators_config", "transformer_layer_config")
@@ -91,14 +94,16 @@ def find_drafter(name: str) -> Source:
         raise DrafterError(f"{name} is a file; name the folder of a run, a checkpoint or a drafter")
     elif (folder / "config.yaml").exists():
         folder, note = _checkpoint_of(folder)
-    elif (folder / "trainer.json").exists() or folder.name.startswith(".writing_"):
-        if not (folder / "COMPLETE").exists():
-            raise DrafterError(f"{name} is a checkpoint that was never finished (no COMPLETE in it); name another one")
+    elif (folder / STATE).exists() or folder.name.startswith(WRITING):
+        if not is_complete(folder):
+            raise DrafterError(
+                f"{name} is a checkpoint that was never finished (no {COMPLETE} in it); name another one"
+            )
         note = f" (step {_state(folder)['step']})"
     if not (folder / "config.json").exists():
         raise DrafterError(
-            f"{name} holds neither config.yaml (a run) nor config.json (a drafter); name the folder of a run, a "
-            "checkpoint or a drafter"
+            f"{name} holds neither config.yaml (a run that has started training) nor config.json (a drafter); name the "
+            "folder of a run, a checkpoint or a drafter"
         )
     yaml = folder.resolve().parent.parent / "config.yaml"
     in_run = folder.resolve().parent.name == "checkpoints" and yaml.exists()
@@ -145,6 +150,7 @@ def load_both(
     dtype: str | None = None,
     device: str | None = None,
     enable_thinking: bool | None = None,
+    block_sizes: Sequence[int] = (),
     beside: Loaded | None = None,
 ) -> Loaded:
     """A drafter with its target, checked against each other before the target's weights are read.
@@ -155,13 +161,17 @@ def load_both(
         dtype: ``bfloat16`` or ``float32``, of both. None: the run's, else bfloat16 on a GPU and float32 on a CPU.
         device: None: the first GPU if there is one, else the CPU.
         enable_thinking: for the chat template. None: as the run rendered its data.
+        block_sizes: what it shall draft; refused here if it cannot.
         beside: an already loaded pair whose target, prompts and dtype this drafter is to share.
 
     Raises:
         DrafterError, TargetError, DecodeError: one of them cannot be used, or they do not belong together.
     """
     source = find_drafter(name)
-    run = source.run
+    log.info(source.line)  # now, since reading a large target takes minutes
+    run, own_size = source.run, source.config.block_size
+    if odd := [size for size in block_sizes if not 2 <= size <= own_size]:
+        raise DrafterError(f"--block-size {odd[0]}: {source.folder} drafts blocks of {own_size}; give 2 to {own_size}")
     if beside is not None:
         shared = beside.target
         own = Target(shared.module, shared.tokenizer, source.config.target_layer_ids, _label_layer(run))
@@ -177,7 +187,7 @@ def load_both(
     if model is None:
         raise DrafterError(f"{name} does not lie in a run that would name its target; give --target")
     revision = run.target.revision if run and model == run.target.model else None
-    place = _device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+    place = pick_device(device)
     kind = dtype or (run.target.dtype if run else None) or ("float32" if place.type == "cpu" else "bfloat16")
     known = load_target_config(model, revision)
     shape = SimpleNamespace(
@@ -197,7 +207,13 @@ def load_both(
     return Loaded(source, drafter, loaded, model, limit, kwargs)
 
 
-def _device(name: str) -> torch.device:
+def pick_device(name: str | None) -> torch.device:
+    """A ``--device``; None: the first GPU if there is one, else the CPU.
+
+    Raises:
+        DrafterError: no device, or one that is not here.
+    """
+    name = name or ("cuda:0" if torch.cuda.is_available() else "cpu")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
         raise DrafterError(f"--device {name} is no device; name cpu or cuda:N")
     index = int(name[5:] or 0) if name.startswith("cuda") else -1
@@ -216,24 +232,26 @@ def _from_hub(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=["config.json", "*.safetensors", INDEX]))
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise DrafterError(f"{name} is no folder here and cannot be fetched from the hub: {reason}") from error
+        reason = " ".join(str(error).split()).split(". ")[0]
+        raise DrafterError(f"there is no folder {name}, and the hub gives no such drafter: {reason}") from error
 
 
 def _checkpoint_of(run_dir: Path) -> tuple[Path, str]:
-    checkpoints = Checkpoints(run_dir / "checkpoints", keep_last=1, keep_best=True)
-    newest = checkpoints.newest()
-    if newest is None:
+    found = complete(run_dir / "checkpoints")
+    if not found:
         raise DrafterError(f"{run_dir} is a run without a complete checkpoint; wait for its first, or name another")
-    best_step = _state(newest).get("best_step")
-    best = checkpoints.folder / f"step_{best_step or 0:06d}"
-    if best_step and (best / "COMPLETE").exists():
-        return best, f" (step {best_step}, the best of the run)"
-    return newest, f" (step {_state(newest)['step']}, the newest of the run)"
+    state = _state(found[-1])
+    best_step = state.get("best_step")
+    if best := [path for path in found if step_of(path) == best_step]:
+        return best[0], f" (step {best_step}, the best of the run)"
+    return found[-1], f" (step {state['step']}, the newest of the run)"
 
 
 def _state(folder: Path) -> dict[str, Any]:
-    return _json(folder / "trainer.json")
+    state = _json(folder / STATE)
+    if type(state.get("step")) is not int:
+        raise DrafterError(f"{folder / STATE} names no step; the checkpoint is damaged, name another one")
+    return state
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -254,18 +272,42 @@ def _config(path: Path) -> DFlashConfig:
             "drafter in the published layout"
         )
     try:
-        return DFlashConfig.from_dict(raw).require()
+        config = DFlashConfig.from_dict(raw)
+        _check_fields(config)
+        return config.require()
     except DrafterError as error:
         raise DrafterError(f"{path}: {error}") from error
-    except (TypeError, ValueError, KeyError) as error:  # transformers' own checks of a config
+    except (TypeError, ValueError, KeyError, StrictDataclassError) as error:  # transformers' own checks of a config
         raise DrafterError(f"{path} describes no drafter: {' '.join(str(error).split())[:200]}") from error
+
+
+def _check_fields(config: DFlashConfig) -> None:
+    """What JSON may hold in place of whole numbers, and what this drafter's layers would not do as described."""
+    ids, layers = config.target_layer_ids, config.num_target_layers
+    if ids is not None:
+        if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= 0 for i in ids):
+            raise DrafterError(f"target_layer_ids is {ids}; it must be a list of layer numbers, 0 or more")
+        if len({*ids}) < len(ids) or (isinstance(layers, int) and max(ids) >= layers):
+            known = f" out of 0 to {layers - 1} (num_target_layers)" if isinstance(layers, int) else ""
+            raise DrafterError(f"target_layer_ids {ids} must be different layers{known}")
+    for key in ("block_size", "mask_token_id", "num_target_layers"):
+        if type(value := getattr(config, key)) not in (int, NoneType):
+            raise DrafterError(f"{key} is {value!r}; it must be a whole number")
+    if config.hidden_act != "silu":
+        raise DrafterError(f"hidden_act is {config.hidden_act}; the layers of a drafter use silu")
+    kind = (config.rope_parameters or {}).get("rope_type", "default")
+    if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
+        raise DrafterError(f"rope_type is {kind}; this transformers knows default, {', '.join(ROPE_INIT_FUNCTIONS)}")
 
 
 def _weight_files(folder: Path) -> list[Path]:
     files = [folder / WEIGHTS]
     if not files[0].exists() and (folder / INDEX).exists():
-        files = [folder / name for name in sorted(set(_json(folder / INDEX)["weight_map"].values()))]
-    if gone := [file for file in files if not file.exists()]:
+        named = _json(folder / INDEX).get("weight_map")
+        if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+            raise DrafterError(f"{folder / INDEX} has no weight_map from tensors to files; fetch or write it again")
+        files = [folder / name for name in sorted(set(named.values()))]
+    if gone := [file for file in files if not file.is_file()]:
         raise DrafterError(f"{gone[0]} does not exist; the drafter's weights are read from safetensors files only")
     return files
 

@@ -10,10 +10,10 @@ Everything is collected into one JSON document; the tables show what that docume
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import platform
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +25,7 @@ import transformers
 from tqdm import tqdm
 
 import dflash
-from dflash.data.conversations import Rejected, normalise, read_rows
+from dflash.data.conversations import HUB, Rejected, normalise, read_rows
 from dflash.data.served import served_answers
 from dflash.data.tokenize import Prompt, load_data, load_prompts, summary
 from dflash.decode import tables
@@ -36,6 +36,7 @@ from dflash.decode.speculative import Decoded, Decoder
 from dflash.decode.walk import Answer, target_share, walk, walk_batch, walk_trees
 from dflash.target.model import Target
 
+log = logging.getLogger("dflash")
 WARM_UP_TOKENS = 32
 """Answer tokens of each decoder's first, untimed prompts: kernels are chosen and compiled in them."""
 
@@ -83,10 +84,19 @@ class Settings:
             raise EvalError(f"--answers {self.answers} is a server: say with --prompts what to ask it")
         if self.answers and self.temperature:
             raise EvalError("--answers is scored against the target's own choices: leave out --temperature")
+        if not 0 <= self.temperature < math.inf:
+            raise EvalError(f"--temperature {self.temperature}: give 0 (greedy) or a positive number")
         if self.budgets and self.temperature:
             raise EvalError("--ddtree is greedy: leave out --temperature, or --ddtree")
-        if self.json is not None and not self.json.absolute().parent.is_dir():
-            raise EvalError(f"--json {self.json}: there is no such folder; make it first")
+        if self.json is not None:
+            parent = self.json.absolute().parent
+            if not parent.is_dir():
+                raise EvalError(f"--json {self.json}: there is no such folder; make it first")
+            if self.json.is_dir() or not os.access(parent, os.W_OK):
+                raise EvalError(f"--json {self.json}: cannot be written there; name a file in a folder of yours")
+        files = [*self.prompts, *([] if self.url or not self.answers else [self.answers])]
+        if gone := [file for file in files if not file.startswith(HUB) and not Path(file).expanduser().exists()]:
+            raise EvalError(f"{gone[0]}: no such file; correct --prompts or --answers")
 
 
 @dataclass
@@ -126,14 +136,11 @@ def evaluate(settings: Settings) -> int:
     settings.check()
     pair = load_both(
         settings.drafter, target=settings.target, dtype=settings.dtype, device=settings.device,
-        enable_thinking=settings.enable_thinking,
+        enable_thinking=settings.enable_thinking, block_sizes=settings.block_sizes,
     )  # fmt: skip
-    pairs = [pair] + ([load_both(settings.compare, beside=pair)] if settings.compare else [])
-    for loaded in pairs:
-        print(loaded.source.line, file=sys.stderr)
-        for size in settings.block_sizes:
-            if not 2 <= size <= (own := loaded.drafter.config.block_size):
-                raise EvalError(f"--block-size {size}: {loaded.source.folder} drafts blocks of {own}; give 2 to {own}")
+    pairs = [pair]
+    if settings.compare:
+        pairs.append(load_both(settings.compare, block_sizes=settings.block_sizes, beside=pair))
     if settings.answers:
         given = _served_set(pair, settings) if settings.url else _answer_set(pair, settings)
         arms = [arm for loaded in pairs for arm in _score(loaded, given, settings)]
@@ -143,11 +150,11 @@ def evaluate(settings: Settings) -> int:
     if not any(len(arm.rounds.streak_R) for arm in arms):
         raise EvalError("every answer has fewer than two tokens, so there is no round to measure; look at the prompts")
     report = _report(settings, pairs, given, arms)
-    print(tables.render(report))
-    if settings.json is not None:
+    if settings.json is not None:  # before the tables: a closed pipe must not lose what took hours
         part = settings.json.with_name(settings.json.name + ".tmp")
         part.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         os.replace(part, settings.json)
+    print(tables.render(report))
     return 0
 
 
@@ -155,8 +162,17 @@ def evaluate(settings: Settings) -> int:
 
 
 def _prompts(pair: Loaded, settings: Settings) -> list[Prompt]:
+    positions = getattr(pair.target.config, "max_position_embeddings", None)
+    longest = pair.max_length
+    if positions is not None:  # beyond them a model talks nonsense, or has no embedding at all
+        longest = min(longest, positions - settings.max_new_tokens)
+        if longest < 1:
+            raise EvalError(
+                f"--max-new-tokens {settings.max_new_tokens} leaves no room for a prompt within the target's "
+                f"{positions} positions; give fewer"
+            )
     return load_prompts(
-        settings.prompts, pair.target.tokenizer, limit=settings.samples, max_length=pair.max_length,
+        settings.prompts, pair.target.tokenizer, limit=settings.samples, max_length=longest,
         chat_template_kwargs=pair.chat_template_kwargs, vocab_size=pair.target.vocab_size,
     )  # fmt: skip
 
@@ -176,7 +192,9 @@ def _served_set(pair: Loaded, settings: Settings) -> Set:
     served = served_answers(
         settings.answers or "", prompts, pair.target.tokenizer, max_new_tokens=settings.max_new_tokens
     )
-    answers = [Answer(p.origin, p.ids.tolist(), list(a.ids)) for p, a in zip(prompts, served, strict=True)]
+    answers = [
+        Answer(p.origin, p.ids.tolist(), _to_end(a.ids, pair.target)) for p, a in zip(prompts, served, strict=True)
+    ]
     given = Set(answers, [p.category for p in prompts], [p.id for p in prompts])
     return replace(given, agreement=_agreement(pair.target, answers))
 
@@ -188,7 +206,7 @@ def _answer_set(pair: Loaded, settings: Settings) -> Set:
         [file], pair.target.tokenizer, max_length=pair.max_length, chat_template_kwargs=pair.chat_template_kwargs,
         cache_dir=None, vocab_size=pair.target.vocab_size,
     )  # fmt: skip
-    print(summary(data.stats), file=sys.stderr)
+    log.info(summary(data.stats))
     about = {line: normalise(raw) for line, raw in read_rows(file)}
     answers, categories, names = [], [], []
     for i in range(len(data.lengths))[: settings.samples]:
@@ -200,15 +218,20 @@ def _answer_set(pair: Loaded, settings: Settings) -> Set:
         row = about[int(data.origin[i, 1])]
         if begin == 0:
             raise EvalError(f"{data.describe(i)}: every token is supervised, so there is no prompt to draft after")
-        answers.append(Answer(data.describe(i), ids[:begin].tolist(), ids[begin:end].tolist()))
+        answers.append(Answer(data.describe(i), ids[:begin].tolist(), _to_end(ids[begin:end].tolist(), pair.target)))
         categories.append(None if isinstance(row, Rejected) else row.category)
         names.append(None if isinstance(row, Rejected) else row.id)
     return Set(answers, categories, names, agreement=_agreement(pair.target, answers))
 
 
-def _agreement(target: Target, answers: Sequence[Answer]) -> float | None:
-    if target.label_layer != "final":
-        return None
+def _to_end(ids: list[int], target: Target) -> list[int]:
+    """Up to the first end-of-text token, where decoding stops; another server may know fewer of them and go on."""
+    return ids[: next((i + 1 for i, token in enumerate(ids) if token in target.eos_ids), len(ids))]
+
+
+def _agreement(target: Target, answers: Sequence[Answer]) -> float:
+    if target.label_layer != "final":  # the labels of such a run are not what the target would choose
+        target = Target(target.module, target.tokenizer, [0], "final")
     return target_share(target, answers, walk_batch(target.device))
 
 

@@ -15,7 +15,9 @@ from torch import Tensor
 
 def probabilities(logits: Tensor, temperature: float) -> Tensor:
     """float64 softmax at a temperature."""
-    return (logits.double() / temperature).softmax(dim=-1)
+    wide = logits.double()
+    # Largest first taken off: at a tiny temperature the quotients would be infinite, and their softmax no number.
+    return ((wide - wide.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
 
 
 def sample(weight_BSV: Tensor, uniform_BS: Tensor) -> Tensor:

@@ -149,6 +149,8 @@ class Decoder:
         self.temperature, self.seed, self.tree_budget = temperature, seed, tree_budget
         if not 0 <= temperature < float("inf"):
             raise DecodeError(f"temperature is {temperature}; give 0 (greedy) or a positive number")
+        if seed < 0:
+            raise DecodeError(f"seed is {seed}; give 0 or more")
         if drafter is None:
             if tree_budget is not None or block_size not in (None, 1):
                 raise DecodeError("block_size and tree_budget are given but no drafter; leave them out")

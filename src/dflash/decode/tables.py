@@ -103,7 +103,8 @@ def _fastest(report: dict[str, Any], names: Sequence[str]) -> list[str]:
             if "tokens_per_s" in arm
         ]
         if len(timed) > 1:
-            lines.append(f"fastest: {max(timed)[1]}, {max(timed)[0]:.1f} tokens/s")
+            slower = "; the target alone is faster" if max(timed)[0] < report["alone"]["tokens_per_s"] else ""
+            lines.append(f"fastest: {max(timed)[1]}, {max(timed)[0]:.1f} tokens/s{slower}")
     return ["", *lines] if lines else []
 
 
@@ -138,7 +139,7 @@ def _by(arms: Sequence[dict[str, Any]], names: Sequence[str], key: str, what: st
     for k, arm in enumerate(arms):
         for row in arm[key]:
             cells = found.setdefault(label(row), ["-"] * len(arms))
-            cells[k] = f"{row['accepted_length']:.3f} ({row['rounds']})"
+            cells[k] = f"{_number(row['accepted_length'], 3)} ({row['rounds']})"
     rows = [[name, *cells] for name, cells in found.items()]
     if key == "by_context":
         rows.sort(key=lambda row: int(row[0].split("-")[0]))
@@ -159,6 +160,7 @@ def _comparison(report: dict[str, Any], names: Sequence[str]) -> list[str]:
             continue
         low, high = one["interval"]
         verdict = "A is ahead" if low > 0 else "B is ahead" if high < 0 else "no clear difference"
+        verdict = "no difference" if low == high == 0 else verdict
         lines.append(
             f"  {a} - {b}: {one['difference']:+.3f} [{low:+.3f}, {high:+.3f}] over {one['prompts']} prompts: {verdict}"
         )

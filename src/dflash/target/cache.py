@@ -233,7 +233,10 @@ class TargetRows:
             keep_BQ[i, list(columns)] = True
         index, chosen = None, torch.tensor(list(rows), device=self.device)
         lengths = [before[row] + count for row, count in zip(rows, counts, strict=True)]
-        if len(before) > 1 or not keep_BQ[:, : counts[0]].all():
+        # Where every row and column stays nothing moves: the target alone would else copy its cache once per token, and
+        # a drafter look faster beside it than it is.
+        stays = len(rows) == len(before) and bool(keep_BQ.all())
+        if not stays and (len(before) > 1 or not keep_BQ[:, : counts[0]].all()):
             block_BQ = torch.from_numpy(keep_BQ).to(self.device)
             valid_BC = self.valid()[chosen]
             index = right_aligned(torch.cat([valid_BC, block_BQ], dim=1), max(lengths))
@@ -241,7 +244,7 @@ class TargetRows:
             for name in ("keys", "values"):
                 x = getattr(layer, name)
                 if index is None:
-                    x = x[:, :, : lengths[0]]
+                    x = x[:, :, : max(lengths)]
                 else:
                     x = take_columns(x if len(rows) == len(before) else x[chosen.to(x.device)], index)
                 setattr(layer, name, x)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import shutil
 import threading
 from dataclasses import asdict, dataclass, replace
@@ -27,6 +26,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dflash.checkpoint_folder import (
+    COMPLETE,
+    STATE,
+    WRITING,
+    complete,
+    is_complete,
+    step_folders,
+    step_of,
+)
 from dflash.model import DFlashDraftModel
 
 VERSION = 1
@@ -68,7 +76,7 @@ class Checkpoints:
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint, or None."""
-        return max(self._complete(), key=_step_of, default=None)
+        return next(reversed(complete(self.folder)), None)
 
     def save(self, drafter: DFlashDraftModel, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
         """Copy the state to host memory and start writing it; waits for a save still under way.
@@ -113,17 +121,17 @@ class Checkpoints:
     def _write(
         self, model: dict[str, Tensor], moments: dict[str, Tensor], config: str, progress: Progress, needed: int
     ) -> None:
-        part = self.folder / f".writing_{progress.step:06d}"
+        part = self.folder / f"{WRITING}{progress.step:06d}"
         try:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir()
             save_file(model, part / "model.safetensors", metadata={"format": "pt"})
             save_file(moments, part / "optimizer.safetensors")
             (part / "config.json").write_text(config, encoding="utf-8")
-            (part / "trainer.json").write_text(json.dumps({"version": VERSION, **asdict(progress)}, indent=1), "utf-8")
+            (part / STATE).write_text(json.dumps({"version": VERSION, **asdict(progress)}, indent=1), "utf-8")
             for file in part.iterdir():
                 _to_disk(file)
-            (part / "COMPLETE").touch()
+            (part / COMPLETE).touch()
             _to_disk(part)
             final = self.folder / f"step_{progress.step:06d}"
             shutil.rmtree(final, ignore_errors=True)
@@ -141,24 +149,16 @@ class Checkpoints:
                 "the last complete one is untouched"
             )
 
-    def _steps(self) -> list[Path]:
-        """Our own folders only: a user may keep copies beside them."""
-        return [path for path in self.folder.glob("step_*") if re.fullmatch(r"step_\d{6,}", path.name)]
-
-    def _complete(self) -> list[Path]:
-        return [path for path in self._steps() if (path / "COMPLETE").exists()]
-
     def _prune(self, best_step: int | None) -> None:
-        ordered = sorted(self._complete(), key=_step_of)
-        for path in ordered[: -self.keep_last]:
-            if not (self.keep_best and _step_of(path) == best_step):
-                (path / "COMPLETE").unlink()  # first, so that a kill in the middle leaves no complete-looking remains
+        for path in complete(self.folder)[: -self.keep_last]:
+            if not (self.keep_best and step_of(path) == best_step):
+                (path / COMPLETE).unlink()  # first, so that a kill in the middle leaves no complete-looking remains
                 shutil.rmtree(path)
 
     def remove_remains(self) -> None:
         """Delete what kills left behind: folders being written or pruned. Call it with the run's lock held."""
-        for path in [*self.folder.glob(".writing_*"), *self._steps()]:
-            if not (path / "COMPLETE").exists():
+        for path in [*self.folder.glob(f"{WRITING}*"), *step_folders(self.folder)]:
+            if not is_complete(path):
                 shutil.rmtree(path)
 
 
@@ -169,9 +169,9 @@ def load(path: Path, drafter: DFlashDraftModel, optimizer: torch.optim.Optimizer
         CheckpointError: unknown version, or tensors that are missing, unexpected or of another shape.
     """
     try:
-        state = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise CheckpointError(f"{path}/trainer.json is damaged ({error}); {OLDER}") from error
+        raise CheckpointError(f"{path / STATE} is damaged ({error}); {OLDER}") from error
     if state.pop("version") != VERSION:
         raise CheckpointError(f"{path}: written by another version of dflash; resume it with that version")
     progress = Progress(**state)
@@ -226,10 +226,6 @@ def _to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step_"))
 
 
 def _no_room(step: int, folder: Path, needed: int, free: int) -> str:

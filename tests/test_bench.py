@@ -1,0 +1,75 @@
+"""The figures that benchmarks divide by: FLOPs against torch's own counter, visible pairs against the dense mask."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from dflash import cli
+from dflash.bench.peers import PeerError
+from dflash.bench.shapes import SHAPES, step_flops, visible_pairs
+from dflash.bench.step import bench, build, flops, table
+from dflash.data.batches import sample_anchors
+from dflash.model.mask import attention_masks
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+def test_visible_pairs_are_those_of_the_mask(kind):
+    config = SHAPES["tiny"].drafter_config()
+    tokens = 200
+    anchors = torch.tensor([0, 1, 40, 41, 63, 64, 65, 150, 199])
+    seq, pos = torch.zeros(tokens, dtype=torch.int32), torch.arange(tokens)
+    masks = attention_masks(
+        [kind], config.sliding_window, config.block_size, seq, pos, torch.zeros_like(anchors, dtype=torch.int32),
+        anchors, flex=False,
+    )  # fmt: skip
+    assert visible_pairs(config, kind, anchors.numpy()) == int(masks[kind].sum())
+
+
+def test_flops_are_those_that_torch_counts():
+    """Attention left out: torch counts every pair of a dense mask, the formula only visible ones."""
+    trainer = build(SHAPES["tiny"], 96, 8, CPU, torch.float32, 1)
+    with FlopCounterMode(display=False) as counter:
+        trainer.train_step(1)
+    counted = counter.get_flop_counts()["Global"]
+    products = sum(value for op, value in counted.items() if "attention" not in str(op) and "bmm" not in str(op))
+    config = trainer.drafter.config
+    _, mask = trainer.data.sample(0)
+    anchors = sample_anchors(0, trainer.plan.batches(1)[0].epoch, 0, mask, 8)
+    pairs = sum(visible_pairs(config, kind, anchors) for kind in config.layer_types)
+    attention = 2 * 3 * 2 * config.num_attention_heads * config.head_dim * pairs
+    assert flops(trainer, 1) - attention == products
+
+
+def test_flops_of_the_missions_shape_are_the_known_ones():
+    """79 TFLOP in the drafter's layers, 39 in the head, some 7 in context and attention."""
+    config = SHAPES["qwen27b"].drafter_config()
+    anchors = np.sort(np.random.default_rng(0).permutation(np.arange(768, 3071))[:512])
+    assert step_flops(config, 3072, anchors, 512 * 15) == pytest.approx(124e12, rel=0.02)
+
+
+def test_bench_runs_the_real_step_and_shows_it():
+    result = bench("tiny", tokens=64, anchors=4, steps=2, device=CPU, dtype=torch.float32)
+    assert 0 < result["s_fastest"] <= result["s_per_step"] <= result["s_slowest"]
+    shown = table(result)
+    assert "4 anchors" in shown and f"{result['s_per_step']:.4f} s" in shown
+
+
+def test_a_missing_peer_is_named_before_anything_is_measured():
+    with pytest.raises(PeerError, match="specforge is not installed"):
+        bench("tiny", tokens=64, anchors=4, steps=1, device=CPU, dtype=torch.float32, peer=True)
+
+
+def test_the_command_prints_and_writes_what_was_measured(tmp_path, capsys):
+    out = tmp_path / "step.json"
+    argv = ["bench", "step", "--shape", "tiny", "--tokens", "64", "--anchors", "4", "--steps", "1", "--device", "cpu"]
+    assert cli.main([*argv, "--json", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert f"{result['s_per_step']:.4f} s a step" in capsys.readouterr().out
+    assert (result["tokens"], result["dtype"]) == (64, "float32")
+    assert cli.main([*argv, "--peer", "specforge"]) == 1
+    assert "specforge is not installed" in capsys.readouterr().err
