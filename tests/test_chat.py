@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -293,11 +294,15 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat():
     import pty
     import termios
 
+    def as_a_terminal_starts_it():
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job in the background ignores it, and hands that on
+
     master, slave = pty.openpty()
     env = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "dumb"}
     process = subprocess.Popen(
         [sys.executable, "-c", CHAT, str(Path(__file__).parent)], stdin=slave, stdout=slave, stderr=slave, env=env,
-        start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        start_new_session=True, preexec_fn=as_a_terminal_starts_it,
     )  # fmt: skip
     os.close(slave)
     seen = b""

@@ -59,7 +59,7 @@ def ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("command", ["train", "resume", "eval", "generate", "bench"])
+@pytest.mark.parametrize("command", ["train", "resume", "eval", "generate", "report", "bench"])
 def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main([command, "--help"])

@@ -293,8 +293,9 @@ def test_ctrl_c_ends_at_once_though_answers_are_awaited():
             "served_answers(sys.argv[1], asked, tiny_tokenizer(), max_new_tokens=3)\n"
         )
         process = subprocess.Popen(
-            [sys.executable, "-c", code, api.url, os.path.dirname(__file__)], stderr=subprocess.PIPE, text=True
-        )
+            [sys.executable, "-c", code, api.url, os.path.dirname(__file__)], stderr=subprocess.PIPE, text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
+        )  # fmt: skip
         deadline = time.monotonic() + 60
         while len(api.posts()) < 8 and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -71,6 +71,15 @@ def generate(args: argparse.Namespace) -> int:
     )  # fmt: skip
 
 
+def report(args: argparse.Namespace) -> int:
+    """Say whether runs are learning."""
+    from dflash.report import text
+
+    return text.report(
+        args.runs, window=args.window, reference=args.reference, json_out=args.json, trend_window=args.trend_window
+    )
+
+
 def bench(args: argparse.Namespace) -> int:
     """Measure speed."""
     import torch
@@ -228,6 +237,24 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="mark the accepted drafted tokens: underlined on a terminal, else in [brackets]",
     )
+    sub = command(
+        report,
+        "say whether runs are learning: rolling means, trends with intervals, verdict, cliffs",
+        "dflash report runs/qwen27b --reference docs/reference/qwen3.6-27b-first-run.jsonl\n"
+        "  dflash report runs/a runs/b --window 100 --json report.json",
+    )
+    sub.add_argument("runs", nargs="+", metavar="RUN_DIR", help="folder of a run, or a log with the same keys")
+    sub.add_argument(
+        "--window", type=_count, default=200, metavar="N", help="entries of the rolling means (%(default)s)"
+    )
+    sub.add_argument(
+        "--trend-window", type=_count, default=2500, metavar="N",
+        help="entries over which, and over twice which, a trend is tested (%(default)s)",
+    )  # fmt: skip
+    sub.add_argument(
+        "--reference", nargs="+", default=[], metavar="FILE", help="logs or milestones to set beside the runs"
+    )
+    sub.add_argument("--json", type=Path, metavar="OUT", help="write all figures there too")
     sub = command(
         bench,
         "measure the speed of a part, on synthetic data of a real shape",

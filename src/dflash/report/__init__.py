@@ -1,0 +1,1 @@
+"""Reading a run's log: series, trends and verdicts, terminal text."""
