@@ -83,6 +83,7 @@ def served_answers(
     """
     server = _Server(url, timeout_s)
     model = model or server.first_model()
+    log.info(f"asking {model} at {server.base}")
     settings = {"model": model, "max_tokens": max_new_tokens, "temperature": temperature, "return_token_ids": True}
 
     def ask(numbered: tuple[int, Prompt], stop: threading.Event) -> ServedAnswer:
