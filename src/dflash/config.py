@@ -153,6 +153,11 @@ class NoiseConfig:
 class LogConfig:
     every: Count = 1
     """Optimizer steps from one line of metrics.jsonl to the next; each line is its own step's."""
+    alert_window: Annotated[int, Bounds(least=100)] = 2500
+    """Lines over which, and over twice which, training tests itself for a regression or a plateau. The default sees a
+    loss of .001 accuracy per 1,000 steps; fewer see coarser ones sooner; under 100 it would be guesswork."""
+    trackers: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
+    """Where else the figures go. None: metrics.jsonl and ``dflash report`` need no package and no account."""
 
 
 @dataclass(kw_only=True)

@@ -44,6 +44,8 @@ def report(
     window: int = 200,
     reference: Sequence[str] = (),
     json_out: Path | None = None,
+    plot_out: Path | None = None,
+    html_out: Path | None = None,
     trend_window: int = trend.WINDOW,
 ) -> int:
     """Print the report of one or several runs; returns 0, whatever the verdicts.
@@ -53,11 +55,17 @@ def report(
         window: entries of the rolling means.
         reference: logs or milestone files to set beside the runs.
         json_out: also write everything to this file.
+        plot_out: also draw the curves into this .png or .svg file.
+        html_out: also write a page with tables and curves to this file.
         trend_window: entries over which, and over twice which, the verdict's slopes are tested.
 
     Raises:
-        ReportError: a log cannot be read, or ``json_out`` cannot be written.
+        ReportError: a log cannot be read, a file cannot be written, or drawing lacks matplotlib.
     """
+    if plot_out is not None or html_out is not None:
+        from dflash.report import page, plot
+
+        plot.require(plot_out)  # before half a minute of reading
     runs = load(paths, window, trend_window)
     references = load_references(reference)
     _print(render(runs, references, window))
@@ -66,6 +74,10 @@ def report(
             json_out.write_text(json.dumps(as_json(runs, references, window), indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise ReportError(f"{json_out} cannot be written: {error.strerror}") from None
+    if plot_out is not None:
+        plot.save(runs, references, window, plot_out)
+    if html_out is not None:
+        page.save(runs, references, window, html_out)
     return 0
 
 
@@ -138,9 +150,9 @@ def render(runs: Sequence[Run], references: dict[str, Series], window: int) -> s
 def render_run(run: Run, window: int) -> str:
     """One run: header, notes, table, sparklines, changes, verdicts."""
     log = run.series
-    lines = [_rule(run.label), *_wrap(log.path), *_header(log, window)]
+    lines = [_rule(run.label), *wrap(log.path), *header(log, window)]
     for note in log.notes.sentences():
-        lines += _wrap(note, "note: ")
+        lines += wrap(note, "note: ")
     if not len(log):
         return "\n".join([*lines, "no steps yet"])
     steps = milestones([log])
@@ -149,7 +161,7 @@ def render_run(run: Run, window: int) -> str:
         lines += ["", f"rolling mean of {min(window, len(log))} entries"]
         rows = {key: at_milestones(run, key, steps, window) for key in keys}
         shown = [i for i, _ in enumerate(steps) if any(math.isfinite(rows[key][i]) for key in keys)]
-        lines += _table(["step", *keys], [[f"{steps[i]}", *(_number(rows[key][i]) for key in keys)] for i in shown])
+        lines += _table(["step", *keys], [[f"{steps[i]}", *(number(rows[key][i]) for key in keys)] for i in shown])
         lines += ["", *(_curve(key, log, run.means[key], window) for key in keys)]
         lines += _changes(log, steps, window)
     if run.verdict.metrics:
@@ -160,7 +172,8 @@ def render_run(run: Run, window: int) -> str:
     return "\n".join(lines)
 
 
-def _header(log: Series, window: int) -> list[str]:
+def header(log: Series, window: int) -> list[str]:
+    """What a log holds and how fast it went, one sentence each."""
     if not len(log):
         return []
     first = f"{len(log):,} entries, steps {log.step[0]:,} to {log.step[-1]:,}"
@@ -202,8 +215,8 @@ def _curve(key: str, log: Series, means: Floats, window: int) -> str:
         return f"  {key:<15}"
     best = at[means[at].argmin() if key == "loss" else means[at].argmax()]
     bars = sparkline(means[min(window, len(log)) - 1 :], 44)  # all curves over the same steps
-    ends = f"{_number(means[at[0]]):>6} {bars} {_number(means[at[-1]])}"
-    return f"  {key:<15}{ends}  best {_number(means[best])} at {log.step[best]:,}"
+    ends = f"{number(means[at[0]]):>6} {bars} {number(means[at[-1]])}"
+    return f"  {key:<15}{ends}  best {number(means[best])} at {log.step[best]:,}"
 
 
 def sparkline(values: Floats, width: int) -> str:
@@ -233,15 +246,15 @@ def _changes(log: Series, steps: Sequence[int], window: int) -> list[str]:
 
 
 def _verdict(run: Run) -> list[str]:
-    lines = _wrap(run.verdict.sentence, "verdict: ")
+    lines = wrap(run.verdict.sentence, "verdict: ")
     for cliff in run.cliffs:
         lost = ", ".join(f"{key} {a:.3f} to {b:.3f}" for key, (a, b) in cliff.change.items())
         back = "recovered since" if cliff.recovered else "not recovered"
-        lines += _wrap(f"cliff at step {cliff.step:,} ({cliff.sigmas:.0f} sigma, {back}): {lost}")
+        lines += wrap(f"cliff at step {cliff.step:,} ({cliff.sigmas:.0f} sigma, {back}): {lost}")
     if run.verdict.causes:
         lines.append("what usually causes it, the likeliest first:")
     for number, cause in enumerate(run.verdict.causes, start=1):
-        lines += _wrap(cause, f"  {number}. ")
+        lines += wrap(cause, f"  {number}. ")
     return lines
 
 
@@ -256,14 +269,14 @@ def render_side_by_side(runs: Sequence[Run], references: dict[str, Series], wind
         for part in range(0, len(curves), 4):
             some = curves[part : part + 4]
             shown = [i for i, _ in enumerate(steps) if any(math.isfinite(values[i]) for _, values in some)]
-            head = ["step", *(_short(name, 20) for name, _ in some)]
+            head = ["step", *(short(name, 20) for name, _ in some)]
             lines += ["", key]
-            lines += _table(head, [[f"{steps[i]}", *(_number(values[i]) for _, values in some)] for i in shown])
+            lines += _table(head, [[f"{steps[i]}", *(number(values[i]) for _, values in some)] for i in shown])
     lines += ["", *(f"{run.label}: {run.verdict.state}" for run in runs)]
     return "\n".join(lines)
 
 
-def _short(name: str, length: int) -> str:
+def short(name: str, length: int) -> str:
     """The end of a long name tells runs apart more often than its beginning, so both are kept."""
     half = (length - 2) // 2
     return name if len(name) <= length else f"{name[:half]}..{name[-half:]}"
@@ -274,7 +287,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  " + "  ".join(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=True)) for row in [head, *rows]]
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
     if not math.isfinite(value):
         return ""
     return f"{value:.3f}" if abs(value) < 1e5 else f"{value:.3g}"
@@ -284,7 +297,8 @@ def _rule(title: str) -> str:
     return f"== {title} " + "=" * max(WIDTH - len(title) - 4, 0)
 
 
-def _wrap(text: str, lead: str = "") -> list[str]:
+def wrap(text: str, lead: str = "") -> list[str]:
+    """Lines of :data:`WIDTH` at most, the first after ``lead``, the others under it."""
     return textwrap.wrap(text, WIDTH, initial_indent=lead, subsequent_indent=" " * len(lead)) or [lead]
 
 

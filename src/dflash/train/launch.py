@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import platform
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +29,9 @@ from dflash.target.model import Target, load_target
 from dflash.target.store import FeatureStore
 from dflash.train.log import MetricsLog, drop_lines_after, log, start_logging
 from dflash.train.schedule import StepPlan, digest
+from dflash.train.trackers import Trackers, require_installed
 from dflash.train.trainer import Trainer
+from dflash.train.watch import Alerts
 
 CONTRACT = (
     "block_size", "mask_token_id", "target_layer_ids", "vocab_size", "hidden_size", "intermediate_size",
@@ -55,6 +59,7 @@ def train(config: Config) -> int:
             f"run_dir {run_dir} holds a run already: continue it with `dflash resume {run_dir}`, or name another"
         )
     refuse_placement(config)
+    require_installed(config.log.trackers)
     run_dir.mkdir(parents=True, exist_ok=True)
     with locked(run_dir):
         return run(config, run_dir)
@@ -81,6 +86,7 @@ def resume(run_dir: Path, overrides: Sequence[str] = ()) -> int:
         )
     config = load_config(run_dir / "config.yaml", overrides)
     refuse_placement(config)
+    require_installed(config.log.trackers)
     config.run_dir = str(run_dir)  # the folder may have been moved or copied since
     with locked(run_dir):
         return run(config, run_dir)
@@ -100,7 +106,7 @@ def run(config: Config, run_dir: Path) -> int:
     if newest or dropped:
         start = f"continuing after step {trainer.progress.step}" if newest else "no complete checkpoint: starting over"
         log.info(start + (f"; {dropped} newer metrics lines dropped" if dropped else ""))
-    metrics = MetricsLog(run_dir / "metrics.jsonl")
+    metrics = open_metrics(trainer, first_step=trainer.progress.step + 1 if newest else 0)
     try:
         # Before this, nothing is worth saving and Ctrl-C may simply end the process.
         with interrupts() as caught:
@@ -116,11 +122,40 @@ def run(config: Config, run_dir: Path) -> int:
     return 0
 
 
+def open_metrics(trainer: Trainer, first_step: int) -> MetricsLog:
+    """The run's log with whoever listens to it. A run that has steps left says what starts here; one that has none
+    stays as it is."""
+    path, config = trainer.run_dir / "metrics.jsonl", trainer.config
+    if trainer.progress.step >= trainer.plan.total:
+        return MetricsLog(path)
+    trackers = Trackers(config.log.trackers, trainer.run_dir, to_dict(config), first_step)
+    metrics = MetricsLog(path, Alerts(path, config.log.alert_window), trackers)
+    trainable, frozen = sizes(trainer.drafter)
+    metrics.write(
+        {
+            "kind": "start", "step": trainer.progress.step, "total_steps": trainer.plan.total,
+            "epochs": config.train.epochs, "trainable_parameters": trainable, "frozen_parameters": frozen,
+            "target_parameters": sum(sizes(trainer.target.module)), "device": str(trainer.device),
+            "versions": versions() | {"python": platform.python_version()}, "time": time.time(),
+        }
+    )  # fmt: skip
+    return metrics
+
+
+def sizes(module: torch.nn.Module) -> tuple[int, int]:
+    """Parameters that are trained, and that are not."""
+    trainable = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    return trainable, sum(p.numel() for p in module.parameters()) - trainable
+
+
+def versions() -> dict[str, str]:
+    return {"dflash": dflash.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
 def write_config(config: Config, path: Path) -> None:
     """What this run is, with the versions it runs under; whole or not at all."""
     part = path.with_suffix(".tmp")
-    header = f"dflash {dflash.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
-    dump_yaml(config, part, header)
+    dump_yaml(config, part, ", ".join(f"{name} {version}" for name, version in versions().items()))
     os.replace(part, path)
 
 
@@ -156,8 +191,12 @@ def build(config: Config, run_dir: Path) -> Trainer:
         context_layers=c.target.context_layers or (), label_layer=c.target.label_layer,
     )  # fmt: skip
     drafter = new_drafter(c, target.config).to(device)
-    size = sum(p.numel() for p in drafter.parameters())
-    log.info(f"drafter: {size / 1e6:.1f} M parameters, {len(drafter.layers)} layers, on {device}")
+    trainable, frozen = sizes(drafter)
+    log.info(
+        f"drafter: {(trainable + frozen) / 1e6:,.1f} M parameters ({trainable / 1e6:,.1f} M trainable, "
+        f"{frozen / 1e6:,.1f} M frozen), {len(drafter.layers)} layers, blocks of {c.drafter.block_size}, on {device}; "
+        f"target: {sum(sizes(target.module)) / 1e6:,.1f} M parameters, all frozen"
+    )
     answers = load_or_generate(
         run_dir / "eval_answers.jsonl", target, prompts, c.eval.max_new_tokens, c.eval.batch_size
     )
@@ -277,10 +316,14 @@ def refuse_placement(config: Config) -> None:
 def locked(run_dir: Path) -> Iterator[None]:
     """Hold the run's folder against a second launcher; the kernel lets go when the process ends, however it ends."""
     with open(run_dir / ".lock", "w", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunError(f"another process is working in {run_dir}: wait for it or stop it") from None
+        for patience in (0.05, 0.2, None):  # dflash status, which asks for the lock, holds it for a moment
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if patience is None:
+                    raise RunError(f"another process is working in {run_dir}: wait for it or stop it") from None
+                time.sleep(patience)
         yield
 
 

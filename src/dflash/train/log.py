@@ -1,4 +1,9 @@
-"""``metrics.jsonl``: one line per optimizer step, plus lines with a ``kind`` (``eval``)."""
+"""``metrics.jsonl``: one line per optimizer step, plus lines with a ``kind``.
+
+``eval``   an evaluation's figures
+``alert``  the run regresses or stands still; once per episode
+``start``  written at each start and resume that trains: total steps, sizes, versions; its step is the last one trained
+"""
 
 from __future__ import annotations
 
@@ -8,9 +13,13 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from dflash.train.trackers import Trackers
+    from dflash.train.watch import Alerts
 
 log = logging.getLogger("dflash")
 TIMING_KEYS = frozenset({"tokens_per_s", "feature_wait_s", "step_s", "eval_s", "time"})
@@ -49,12 +58,26 @@ class Clock:
 
 
 class MetricsLog:
-    """Appends JSON lines; each is with the operating system before the next step starts: ``kill -9`` loses none."""
+    """Appends JSON lines; each is with the operating system before the next step starts: ``kill -9`` loses none.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: of the file.
+        alerts: see every line and may add one of their own.
+        trackers: see every line too.
+    """
+
+    def __init__(self, path: Path, alerts: Alerts | None = None, trackers: Trackers | None = None) -> None:
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
+        self._alerts, self._trackers = alerts, trackers
 
     def write(self, line: dict[str, Any]) -> None:
+        self._append(line)
+        if self._trackers:
+            self._trackers.log(line)
+        if self._alerts and (alert := self._alerts.update(line)):
+            self._append(alert)
+
+    def _append(self, line: dict[str, Any]) -> None:
         try:
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
@@ -67,6 +90,8 @@ class MetricsLog:
 
     def close(self) -> None:
         self._file.close()
+        if self._trackers:
+            self._trackers.finish()
 
 
 def drop_lines_after(path: Path, step: int) -> int:

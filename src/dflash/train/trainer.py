@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
+from dflash.bench.shapes import step_flops
 from dflash.data.batches import Batch, counted_slots, sample_anchors
 from dflash.decode.walk import Answer, walk
 from dflash.metrics import add_sums, divide, pooled_sums, read
@@ -23,6 +23,7 @@ from dflash.train import checkpoint
 from dflash.train.checkpoint import Checkpoints, Progress
 from dflash.train.log import Clock, MetricsLog, log
 from dflash.train.schedule import StepPlan, digest, learning_rate, noise_seed, noise_std
+from dflash.train.watch import ProgressLine, known_peak
 
 if TYPE_CHECKING:
     from dflash.config import Config
@@ -67,6 +68,7 @@ class Trainer:
         c = self.config
         self.device = self.drafter.device
         self.feature_clock = Clock(self.device)
+        self.peak, self.flops = known_peak(self.device, c.target.dtype), 0.0  # the model FLOPs of the step in hand
         self.slot_weight = slot_weights(self.drafter.config.block_size, cast(float, c.train.gamma), self.device)
         self.autocast = torch.autocast(
             self.device.type, dtype=torch.bfloat16, enabled=c.target.dtype == "bfloat16", cache_enabled=True
@@ -129,12 +131,16 @@ class Trainer:
     def anchors(self, batch: Batch, features: TargetFeatures) -> tuple[Tensor, int, int]:
         """Rows of the batch's anchors, in row order (neighbours share keys: fewer attention tiles), how many slots of
         their blocks count, and how many positions were eligible."""
-        rows, counted = [], 0
+        rows, anchor_pos, counted = [], [], 0
         for b, (sample, count) in enumerate(zip(batch.samples.tolist(), batch.anchors.tolist(), strict=True)):
             _, mask = self.data.sample(sample)
             own = sample_anchors(self.config.seed, batch.epoch, sample, mask, count)
             rows.append(features.bounds[b] + own)
+            anchor_pos.append(own)
             counted += counted_slots(mask, own, self.drafter.config.block_size)
+        if self.peak:
+            tokens = int(self.data.lengths[batch.samples].sum())
+            self.flops += step_flops(self.drafter.config, tokens, np.concatenate(anchor_pos), counted)
         anchors = anchor_rows(np.concatenate(rows), self.config.train.anchors_per_batch, self.device)
         return anchors, counted, int(self.data.eligible[batch.samples].sum())
 
@@ -165,19 +171,13 @@ class Trainer:
         if self.progress.step == 0:
             self.evaluate(metrics)
         saved = self.progress.step
-        with (
-            self.checkpoints,
-            tqdm(total=last, initial=self.progress.step, desc="train", unit="step", disable=None) as bar,
-        ):
+        with self.checkpoints, ProgressLine(self.progress.step, last, self.peak) as bar:
             while self.progress.step < last and not interrupted():
                 line = self.one_step(self.progress.step + 1)
                 step = self.progress.step
                 if step % self.config.log.every == 0 or step == last:
                     metrics.write(line)
-                bar.update()
-                bar.set_postfix_str(
-                    f"loss {line['loss']:.3f} acc {line['accuracy']:.3f} streak {line['avg_streak']:.2f}"
-                )
+                bar.update(line, self.flops)
                 is_best = (step % self.config.eval.every == 0 or step == last) and self.evaluate(metrics)
                 if step % every == 0 or step == last or (is_best and self.config.checkpoint.keep_best):
                     metrics.sync()
@@ -192,7 +192,7 @@ class Trainer:
 
     def one_step(self, step: int) -> dict[str, Any]:
         """Train step ``step`` and return its metrics line."""
-        started = time.perf_counter()
+        started, self.flops = time.perf_counter(), 0.0
         batches = self.plan.batches(step)
         sums, grad_norm, sick = self.train_step(step)
         # The step's one wait for the device: nothing may reach the weights before it is known to be finite.
