@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from dflash import check
+from dflash import estimate
 from dflash.config import load_config, resolve
 from dflash.score import draft_blocks, score_blocks
-from dflash.train import launch, trainer
+from dflash.train import build, trainer
 from dflash.train.log import MetricsLog
 
 STD = 0.5
@@ -50,7 +50,7 @@ def label_layer_in_fc(t):
     last = t.target.num_layers - 1
     t.target.context_layers.append(last)  # the constructor refuses this, and so does a config
     t.config.target.context_layers = [*t.target.context_layers]
-    return replace(t, drafter=launch.new_drafter(t.config, t.target.config).to(t.device))
+    return replace(t, drafter=build.new_drafter(t.config, t.target.config).to(t.device))
 
 
 def soft_kl(t):
@@ -92,12 +92,12 @@ FAULTS = {"none": lambda t: t, "noisy_labels": noisy_labels, "label_layer_in_fc"
 def run(fault: str, config_path: str, overrides: list[str]) -> Path:
     """Train with the fault; the evaluation stays right, so its accepted length is the truth."""
     config = load_config(config_path, overrides)
-    config = resolve(config, check.find_target_config(config, weights_needed=True))
+    config = resolve(config, estimate.find_target_config(config, weights_needed=True))
     run_dir = Path(config.run_dir)
     run_dir.mkdir(parents=True)
     before = trainer.score_blocks
     try:
-        t = FAULTS[fault](launch.build(config, run_dir))
+        t = FAULTS[fault](build.build(config, run_dir))
         metrics = MetricsLog(run_dir / "metrics.jsonl")
         t.run(metrics, lambda: False)
         metrics.close()

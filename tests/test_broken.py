@@ -7,7 +7,7 @@ from test_run import write_run
 
 from dflash.config import load_config, resolve
 from dflash.target.load import load_target_config
-from dflash.train import launch, trainer
+from dflash.train import build, trainer
 from dflash.train.log import read_lines
 
 
@@ -20,7 +20,7 @@ def built(tmp_path):
     config = load_config(write_run(tmp_path))
     config = resolve(config, load_target_config(config.target.model))
     (tmp_path / "run").mkdir()
-    return launch.build(config, tmp_path / "run")
+    return build.build(config, tmp_path / "run")
 
 
 def features(t):

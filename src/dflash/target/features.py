@@ -6,9 +6,11 @@ Shape letters: T packed tokens (padding included), B sequences, L context layers
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -92,3 +94,32 @@ class TargetFeatures:
             f"sample {self.sample_ids[int(self.seq[row])]}, token {int(self.pos[row])}: context layer number {layer} is"
             f" {kind} ({int((~healthy_TL).sum())} such rows in the batch); nothing was trained on it"
         )
+
+
+def assemble(
+    rows: Sequence[Any], masks: Sequence[Any], sample_ids: Sequence[int], context: Tensor, labels: Tensor
+) -> TargetFeatures:
+    """A batch from the tokens that a process knows itself and the features that reached it.
+
+    Args:
+        rows, masks: B arrays of token ids and of what is supervised.
+        context, labels: [T, L*D] and int32 [T] on the device, padding rows already blank; T says how much padding.
+    """
+    lengths = np.array([len(row) for row in rows])
+    bounds, total = np.concatenate([[0], np.cumsum(lengths)]), len(context)
+
+    def packed(parts: Sequence[Any], dtype: Any, fill: int) -> Tensor:
+        whole = np.full(total, fill, dtype=dtype)
+        whole[: bounds[-1]] = np.concatenate(parts)
+        return torch.from_numpy(whole).to(context.device, non_blocking=True)
+
+    return TargetFeatures(
+        ids=packed(rows, np.int64, 0),
+        context=context,
+        labels=labels,
+        loss_mask=packed(masks, bool, 0),
+        seq=packed([np.full(n, b) for b, n in enumerate(lengths)], np.int32, -1),
+        pos=packed([np.arange(n) for n in lengths], np.int64, 0),
+        bounds=bounds.tolist(),
+        sample_ids=[int(i) for i in sample_ids],
+    )

@@ -6,19 +6,17 @@ import copy
 import importlib.util
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as library_logging
-
-if TYPE_CHECKING:
-    import torch
 
 PACKAGE = "package:"
 WAYS = "name a hub id, a folder, a .gguf file or package:NAME/FILE"
@@ -53,8 +51,10 @@ def load_tokenizer(model: str, revision: str | None = None) -> Any:
     return _read(AutoTokenizer, model, revision)
 
 
-def load_module(model: str, revision: str | None, dtype: torch.dtype, device: torch.device) -> Any:
-    """The causal language model itself, read straight onto ``device``: six replicas would not fit in host memory.
+def load_module(model: str, revision: str | None, dtype: torch.dtype, devices: Sequence[torch.device]) -> Any:
+    """The causal language model itself, read straight onto its device: six replicas would not fit in host memory.
+
+    Several devices share the layers evenly, in order; accelerate moves what passes from one to the next.
 
     Of a multimodal checkpoint only the text part is read where the library has a class for it, as for Qwen3.5/3.6.
 
@@ -67,8 +67,9 @@ def load_module(model: str, revision: str | None, dtype: torch.dtype, device: to
     if "gguf_file" in source and hasattr(transformers, "GgufConfig"):  # older versions unpack without being asked
         source["quantization_config"] = transformers.GgufConfig(dequantize=True)
     with _named(model), _quiet_unless_terminal():
+        place = {"": devices[0]} if len(devices) == 1 else split(auto, config, devices)
         module, info = auto.from_pretrained(
-            **source, config=config, dtype=dtype, device_map={"": device}, output_loading_info=True
+            **source, config=config, dtype=dtype, device_map=place, output_loading_info=True
         )
     if missing := sorted(info["missing_keys"]):
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
@@ -77,6 +78,36 @@ def load_module(model: str, revision: str | None, dtype: torch.dtype, device: to
             "draw at random; complete the files, or correct tie_word_embeddings in config.json if only the head is gone"
         )
     return module
+
+
+def split(auto: Any, config: Any, devices: Sequence[torch.device]) -> dict[str, torch.device]:
+    """Where each part of a model goes when several devices share its layers, as a ``device_map``.
+
+    Final norm and head lie behind the last layer, unless the head is the embedding and must lie with it. What a
+    multimodal wrapper holds besides the decoder stays on the first device.
+    """
+    with torch.device("meta"):
+        module = auto.from_config(copy.deepcopy(config))
+    decoder, head = module.get_decoder(), module.get_output_embeddings()
+    named = {id(part): name for name, part in module.named_modules()}
+    tied = head is not None and head.weight is module.get_input_embeddings().weight
+    lists = [part for part in decoder.children() if isinstance(part, torch.nn.ModuleList)]
+    layers = max(lists, key=len, default=())
+    if len(layers) < len(devices):
+        raise TargetError(
+            f"target.model has {len(layers)} layers that {len(devices)} devices could share; "
+            "lower placement.gpus_per_replica"
+        )
+    place = {
+        name: devices[0]
+        for name, part in module.named_modules()
+        if name and not any(True for _ in part.children()) and not name.startswith(f"{named[id(layers)]}.")
+    }
+    place |= {named[id(layer)]: devices[i * len(devices) // len(layers)] for i, layer in enumerate(layers)}
+    if not tied:
+        behind = [head, *(part for name, part in decoder.named_children() if "norm" in name or name == "ln_f")]
+        place |= {named[id(part)]: devices[-1] for part in behind if part is not None}
+    return place
 
 
 def _read(auto: Any, model: str, revision: str | None) -> Any:

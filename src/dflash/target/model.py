@@ -56,24 +56,25 @@ def load_target(
     *,
     revision: str | None = None,
     dtype: torch.dtype,
-    device: torch.device | str,
+    device: torch.device | str | Sequence[str],
     context_layers: Sequence[int],
     label_layer: int | Literal["final"] = "final",
 ) -> Target:
-    """Load a target and its tokenizer, frozen, on one device.
+    """Load a target and its tokenizer, frozen.
 
     Args:
         model: hub id, folder, ``.gguf`` file (unpacked to ``dtype``), or ``package:NAME/FILE``: a folder or ``.gguf``
             file inside an installed Python package.
         revision: branch, tag or commit of a hub id.
         dtype: of weights and features.
-        device: where the weights go, shard by shard.
+        device: where the weights go, shard by shard; several: the layers are split over them, evenly and in order.
         context_layers, label_layer: as for :class:`Target`.
 
     Raises:
         TargetError: naming what is missing and what to do.
     """
-    module = load_module(model, revision, dtype, torch.device(device))
+    devices = [device] if isinstance(device, str | torch.device) else device
+    module = load_module(model, revision, dtype, [torch.device(d) for d in devices])
     return Target(module, load_tokenizer(model, revision), context_layers, label_layer)
 
 
@@ -129,6 +130,11 @@ class Target:
         module.generation_config = self._generation_config()
         self._self_test()
 
+    @property
+    def parameter_count(self) -> int:
+        """Weights of the whole target, all frozen."""
+        return sum(p.numel() for p in self.module.parameters())
+
     @cached_property
     def fingerprint(self) -> str:
         """Digest of the weights, from both ends of every tensor: tells fine-tunes under one name apart."""
@@ -181,14 +187,18 @@ class Target:
 
         def keep(slot: int) -> Callable[[Tensor], None]:
             def write(hidden_BSD: Tensor) -> None:
-                context_TF[:total, slot * width : (slot + 1) * width] = hidden_BSD.flatten(0, 1)[real]
+                # Gathered where the layer lies, so that only the tokens cross over when layers are split.
+                rows = hidden_BSD.flatten(0, 1)[real.to(hidden_BSD.device)]
+                context_TF[:total, slot * width : (slot + 1) * width] = rows
 
             return write
 
         sinks = {layer: keep(slot) for slot, layer in enumerate(self.context_layers)}
         label_rows: list[Tensor] = []
         if self.label_layer != "final":
-            sinks[self.label_layer] = lambda hidden_BSD: label_rows.append(hidden_BSD.flatten(0, 1)[real[supervised]])
+            sinks[self.label_layer] = lambda hidden_BSD: label_rows.append(
+                hidden_BSD.flatten(0, 1)[real[supervised].to(hidden_BSD.device)]
+            )
         with self.taps(sinks), sdpa_kernel(SHAPE_FREE_ATTENTION):
             out = self._decoder(input_ids=self._on_device(padded_BS, np.int64), use_cache=False)
         if self.label_layer == "final":

@@ -59,6 +59,8 @@ class Progress:
     """Digest of the evaluation's answers: a best value holds only among evaluations on the same ones."""
     fingerprint: dict[str, Any]
     """Of data and plan: equal, or the resumed run would not be the same run."""
+    owes_eval: bool = False
+    """Saved by a signal before the step's evaluation was done: the resumed run begins with it."""
 
 
 class Checkpoints:

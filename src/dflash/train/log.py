@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dflash.train.watch import Alerts
 
 log = logging.getLogger("dflash")
-TIMING_KEYS = frozenset({"tokens_per_s", "feature_wait_s", "step_s", "eval_s", "time"})
+TIMING_KEYS = frozenset({"tokens_per_s", "feature_wait_s", "replica_wait_s", "step_s", "eval_s", "time"})
 """The keys in which a resumed run may differ from an uninterrupted one."""
 
 
@@ -130,7 +130,7 @@ def read_lines(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
     return lines
 
 
-def start_logging(path: Path) -> None:
+def start_logging(path: Path, to_terminal: bool = True) -> None:
     """Messages to the terminal (plain) and, with time stamps, to the rank's own file in the run's folder."""
     log.setLevel(logging.INFO)
     log.propagate = False
@@ -142,5 +142,6 @@ def start_logging(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     file = logging.FileHandler(path, encoding="utf-8")
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    log.addHandler(terminal)
+    if to_terminal:
+        log.addHandler(terminal)
     log.addHandler(file)

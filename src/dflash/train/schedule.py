@@ -8,11 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dflash.data.conversations import DataError
+from dflash.target.stream import Item
 
 if TYPE_CHECKING:
     from dflash.config import Config
@@ -81,3 +83,44 @@ def noise_std(step: int, total: int, config: Config) -> float:
 def noise_seed(seed: int, epoch: int, batch: int) -> int:
     """Seed of a batch's noise, from its place in the plan alone; 0x6E015E keeps the stream apart from all others."""
     return int(np.random.SeedSequence([seed, 0x6E015E, epoch, batch]).generate_state(1, np.uint64)[0] >> 1)
+
+
+def items(
+    plan: StepPlan,
+    done: int,
+    replicas: int,
+    drafters: int,
+    eval_every: int,
+    eval_groups: Sequence[Sequence[int]],
+    owes_eval: bool,
+) -> Iterator[Item]:
+    """Everything that replicas compute from here on, in order: the steps after ``done`` and the evaluations between.
+
+    Batch ``i`` is computed by replica ``i mod R`` and trained by drafter ``i mod W``; the parts of an evaluation go
+    round the replicas to drafter 0. In an order all processes share, the first batch not yet trained on is always at
+    the head of its replica's and of its drafter's queue, so two queues of any length above 0 cannot wait on each other.
+
+    Args:
+        done: last step trained already; 0 evaluates before the first step too.
+        eval_groups: the answers that are captured together; none: no evaluation.
+        owes_eval: whether the evaluation of step ``done`` is still to come.
+    """
+
+    def evaluation(step: int) -> Iterator[Item]:
+        for part, ids in enumerate(eval_groups):
+            yield Item(f"e{step}.{part}", tuple(ids), part % replicas, replicas)
+
+    if done == 0 or owes_eval:
+        yield from evaluation(done)
+    for step in range(done + 1, plan.total + 1):
+        batches = plan.batches(step)
+        first = (step - 1) * len(batches)
+        for i, batch in enumerate(batches, start=first):
+            yield Item(batch_key(batch), tuple(batch.samples.tolist()), i % replicas, replicas + i % drafters)
+        if step % eval_every == 0 or step == plan.total:
+            yield from evaluation(step)
+
+
+def batch_key(batch: Batch) -> str:
+    """The name under which a batch of the plan travels."""
+    return f"b{batch.epoch}.{batch.index}"

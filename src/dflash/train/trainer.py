@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from dflash.bench.shapes import step_flops
 from dflash.data.batches import Batch, counted_slots, sample_anchors
@@ -19,16 +20,21 @@ from dflash.metrics import add_sums, divide, pooled_sums, read
 from dflash.model import DFlashDraftModel, slot_weights
 from dflash.score import anchor_rows, score_blocks
 from dflash.target.features import SickFeatures, TargetFeatures
+from dflash.target.link import Interrupted, PeerLost
 from dflash.train import checkpoint
+from dflash.train.adamw import AdamW
 from dflash.train.checkpoint import Checkpoints, Progress
 from dflash.train.log import Clock, MetricsLog, log
-from dflash.train.schedule import StepPlan, digest, learning_rate, noise_seed, noise_std
+from dflash.train.probe import choose_paths
+from dflash.train.schedule import StepPlan, batch_key, digest, learning_rate, noise_seed, noise_std
 from dflash.train.watch import ProgressLine, known_peak
 
 if TYPE_CHECKING:
     from dflash.config import Config
     from dflash.data.tokenize import TokenData
     from dflash.target.model import Target
+    from dflash.target.remote import RemoteTarget
+    from dflash.target.stream import Stream
 
 
 class NonFiniteStep(RuntimeError):
@@ -51,38 +57,79 @@ def add_noise(context_TF: Tensor, width: int, std: float, seed: int) -> Tensor:
 
 
 @dataclass
+class Peers:
+    """The drafter ranks of a run and the stream that feeds this one."""
+
+    rank: int
+    size: int
+    group: Any
+    """Process group of the drafters; None when there is one."""
+    stream: Stream
+    eval_groups: list[list[int]]
+
+    def add(self, sums: dict[str, Tensor], gradients: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Sums and gradients over all drafters, in place for the gradients: one all-reduce each, none divided."""
+        if self.size == 1:
+            return sums
+        flat = torch.cat([value.double().flatten() for value in sums.values()])
+        try:
+            works = [dist.all_reduce(part, group=self.group, async_op=True) for part in (*gradients, flat)]
+            for work in works:
+                work.wait()
+        except RuntimeError as error:  # gloo and NCCL raise nothing more telling when a rank dies
+            raise PeerLost(f"another drafter was lost ({' '.join(str(error).split())[:200]})") from error
+        parts = flat.split([value.numel() for value in sums.values()])
+        return {key: part.view(value.shape) for (key, value), part in zip(sums.items(), parts, strict=True)}
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """Where the blocks of a batch start, and what the host knows of them without asking the device."""
+
+    rows_N: Tensor
+    """int64 [N] rows of the packed batch, -1 without an anchor."""
+    counted: int
+    """Slots of the blocks that count."""
+    eligible: int
+    """Positions of the batch that could start a block."""
+    flops: float
+    """Model FLOPs of the batch; 0 where the device's peak is not known."""
+
+
+@dataclass
 class Trainer:
     """One drafter rank. Everything random is derived from (seed, plan), so the step number is the only position."""
 
     config: Config
     drafter: DFlashDraftModel
-    target: Target
+    target: Target | RemoteTarget
     data: TokenData
     plan: StepPlan
     features_of: Callable[[Batch], TargetFeatures]
     answers: Sequence[Answer]
     run_dir: Path
     fingerprint: dict[str, Any]
+    peers: Peers | None = None
+    """None: one process, whose target computes features in its own turn."""
+    max_sick: int = 0
+    """Sick batches to skip before the run stops."""
 
     def __post_init__(self) -> None:
         c = self.config
-        self.device = self.drafter.device
+        self.device, self.skipped = self.drafter.device, 0
         self.feature_clock = Clock(self.device)
         self.peak, self.flops = known_peak(self.device, c.target.dtype), 0.0  # the model FLOPs of the step in hand
         self.slot_weight = slot_weights(self.drafter.config.block_size, cast(float, c.train.gamma), self.device)
         self.autocast = torch.autocast(
             self.device.type, dtype=torch.bfloat16, enabled=c.target.dtype == "bfloat16", cache_enabled=True
         )
-        self.optimizer = torch.optim.AdamW(
+        self.optimizer = AdamW(
             self.drafter.parameters(),
             lr=c.train.learning_rate,
             betas=(c.train.betas[0], c.train.betas[1]),
             weight_decay=c.train.weight_decay,
-            fused=True,
         )
-        if self.device.type == "cuda":
-            for layer in self.drafter.layers:
-                layer.compile(dynamic=False)
+        self._ahead: dict[int, list[Anchors]] = {}
         self.answers_digest = digest([asdict(answer) for answer in self.answers])
         self.progress = Progress(0, 0, 0, None, None, self.answers_digest, self.fingerprint)
         self.checkpoints = Checkpoints(self.run_dir / "checkpoints", c.checkpoint.keep_last, c.checkpoint.keep_best)
@@ -97,52 +144,84 @@ class Trainer:
         cut into batches (and, with several ranks, who computes which) changes nothing but rounding.
         """
         sums: dict[str, Tensor] = {}
-        sick = []
+        sick, skipped = [], 0
         std = noise_std(step, self.plan.total, self.config)
-        for batch in self.plan.batches(step):
-            with self.feature_clock:
-                features = self.features_of(batch)
-            anchors, counted, eligible = self.anchors(batch, features)
+        for batch, anchors in zip(self.own_batches(step), self.anchors_of(step), strict=True):
+            try:
+                with self.feature_clock:
+                    features = self.features_of(batch)
+            except SickFeatures as error:
+                skipped += self.tolerate(step, error)
+                continue
             seed = noise_seed(self.config.seed, batch.epoch, batch.index)
             context = add_noise(features.context, self.target.hidden_size, std, seed)
             with self.autocast:
-                scored = score_blocks(self.drafter, self.target, features, context, anchors, self.slot_weight, counted)
+                scored = score_blocks(
+                    self.drafter, self.target, features, context, anchors.rows_N, self.slot_weight, anchors.counted
+                )
             scored.loss.weighted_sum.backward()
-            sums = add_sums(
-                sums, pooled_sums(scored.blocks, scored.rank_NJ, scored.loss.weighted_sum, scored.weight_sum, eligible)
-            )
+            weighted, weights = scored.loss.weighted_sum, scored.weight_sum
+            sums = add_sums(sums, pooled_sums(scored.blocks, scored.rank_NJ, weighted, weights, anchors.eligible))
+            self.flops += anchors.flops
             sick.append(features.sick(self.target.hidden_size))
+        if not sums:
+            raise SickFeatures(f"step {step}: every batch of it was sick, so there is nothing to train on")
         gradients = [p.grad for p in self.drafter.parameters() if p.grad is not None]
+        sums["ill"] = torch.stack(sick).sum().double()
+        sums["skipped"] = torch.tensor(float(skipped), dtype=torch.float64, device=self.device)
+        if self.peers:
+            for key, value in self.peers.stream.take().items():
+                sums[key] = torch.tensor(value, dtype=torch.float64, device=self.device)
+            sums = self.peers.add(sums, gradients)
         return sums, torch.nn.utils.get_total_norm(gradients) / sums["weight"].float(), sick
 
-    def update(self, step: int, weight_sum: Tensor, grad_norm: Tensor) -> None:
-        """Divide, clip and step: the fused kernel takes one divisor for both, which spares two passes over all
-        gradients."""
+    def own_batches(self, step: int) -> list[Batch]:
+        """This rank's batches of a step: every W-th."""
+        batches: list[Batch] = self.plan.batches(step)
+        return batches[self.peers.rank :: self.peers.size] if self.peers else batches
+
+    def tolerate(self, step: int, error: SickFeatures) -> int:
+        """Count a batch that could not be trained on; one more than allowed ends the run."""
+        self.skipped += 1
+        allowed = self.max_sick
+        if self.skipped > allowed:
+            said = "none is tolerated" if not allowed else f"{allowed} are tolerated and this is one more"
+            raise SickFeatures(f"step {step}: {error}; {said} (placement.max_sick_batches)") from error
+        log.warning(
+            f"step {step}: {error}; skipped, {self.skipped} of {allowed} that placement.max_sick_batches allows"
+        )
+        return 1
+
+    def update(self, step: int, weight_sum: Tensor, grad_norm: Tensor, refused: Tensor) -> None:
+        """Divide, clip and step, all on the device: where ``refused`` is true, nothing reaches the weights."""
         shrink = (self.config.train.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
-        self.optimizer.grad_scale = (weight_sum / shrink).float()  # type: ignore[attr-defined]
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr(step)
-        self.optimizer.step()
+        self.optimizer.apply(weight_sum / shrink, refused)
         self.optimizer.zero_grad(set_to_none=True)
 
     def lr(self, step: int) -> float:
         return learning_rate(step, self.plan.total, self.config.train.learning_rate, self.config.train.warmup_ratio)
 
-    def anchors(self, batch: Batch, features: TargetFeatures) -> tuple[Tensor, int, int]:
-        """Rows of the batch's anchors, in row order (neighbours share keys: fewer attention tiles), how many slots of
-        their blocks count, and how many positions were eligible."""
+    def anchors_of(self, step: int) -> list[Anchors]:
+        """Of each of this rank's batches of the step; made ahead, or now."""
+        return self._ahead.pop(step, None) or [self.anchors(batch) for batch in self.own_batches(step)]
+
+    def anchors(self, batch: Batch) -> Anchors:
+        """The batch's anchors, in row order (neighbours share keys: fewer attention tiles)."""
         rows, anchor_pos, counted = [], [], 0
-        for b, (sample, count) in enumerate(zip(batch.samples.tolist(), batch.anchors.tolist(), strict=True)):
+        starts = np.cumsum([0, *self.data.lengths[batch.samples]])
+        for start, sample, count in zip(starts, batch.samples.tolist(), batch.anchors.tolist(), strict=False):
             _, mask = self.data.sample(sample)
             own = sample_anchors(self.config.seed, batch.epoch, sample, mask, count)
-            rows.append(features.bounds[b] + own)
+            rows.append(start + own)
             anchor_pos.append(own)
             counted += counted_slots(mask, own, self.drafter.config.block_size)
+        flops = 0.0
         if self.peak:
-            tokens = int(self.data.lengths[batch.samples].sum())
-            self.flops += step_flops(self.drafter.config, tokens, np.concatenate(anchor_pos), counted)
-        anchors = anchor_rows(np.concatenate(rows), self.config.train.anchors_per_batch, self.device)
-        return anchors, counted, int(self.data.eligible[batch.samples].sum())
+            flops = step_flops(self.drafter.config, int(starts[-1]), np.concatenate(anchor_pos), counted)
+        rows_N = anchor_rows(np.concatenate(rows), self.config.train.anchors_per_batch, self.device)
+        return Anchors(rows_N, counted, int(self.data.eligible[batch.samples].sum()), flops)
 
     # ---- the run ---------------------------------------------------------------------------------------------------
 
@@ -162,49 +241,91 @@ class Trainer:
 
     def run(self, metrics: MetricsLog, interrupted: Callable[[], bool]) -> None:
         """Train from where ``progress`` stands to the end, or until ``interrupted``; saves the last finished step
-        either way.
+        either way, without waiting for features that have not come.
 
         Raises:
-            NonFiniteStep, SickFeatures, CheckpointError: the run stops; the newest complete checkpoint stays.
+            NonFiniteStep, SickFeatures, RunFailed, CheckpointError: the run stops; the newest complete checkpoint
+            stays. PeerLost: another process is gone, and the last finished step is saved.
         """
-        every, last = self.config.checkpoint.every, self.plan.total
-        if self.progress.step == 0:
-            self.evaluate(metrics)
+        choose_paths(self)
+        last, lost = self.plan.total, None
         saved = self.progress.step
         with self.checkpoints, ProgressLine(self.progress.step, last, self.peak) as bar:
-            while self.progress.step < last and not interrupted():
-                line = self.one_step(self.progress.step + 1)
-                step = self.progress.step
-                if step % self.config.log.every == 0 or step == last:
-                    metrics.write(line)
-                bar.update(line, self.flops)
-                is_best = (step % self.config.eval.every == 0 or step == last) and self.evaluate(metrics)
-                if step % every == 0 or step == last or (is_best and self.config.checkpoint.keep_best):
-                    metrics.sync()
-                    self.checkpoints.save(self.drafter, self.optimizer, self.progress)
-                    saved = step
-                elif self.checkpoints.failed():
-                    self.checkpoints.wait()
-        if saved != self.progress.step:
-            metrics.sync()
-            self.checkpoints.save(self.drafter, self.optimizer, self.progress)
+            try:
+                if self.progress.step == 0 or self.progress.owes_eval:
+                    is_best = self.evaluate(metrics)
+                    if is_best and self.config.checkpoint.keep_best:
+                        self.save(metrics)
+                while self.progress.step < last and not interrupted():
+                    line = self.one_step(self.progress.step + 1)
+                    saved = self.after_step(line, metrics, saved)
+                    bar.update(line, self.flops)
+            except Interrupted:
+                pass
+            except PeerLost as error:
+                lost = error
+        if saved != self.progress.step and self.leads:
+            self.save(metrics)
             self.checkpoints.wait()
+        if lost is not None:
+            raise lost
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank evaluates, logs and saves."""
+        return self.peers is None or self.peers.rank == 0
+
+    def after_step(self, line: dict[str, Any], metrics: MetricsLog, saved: int) -> int:
+        """Log, evaluate and save as the finished step demands; returns the last saved step."""
+        if not self.leads:
+            return saved
+        step, last, config = self.progress.step, self.plan.total, self.config
+        if step % config.log.every == 0 or step == last:
+            metrics.write(line)
+        self.progress.owes_eval = step % config.eval.every == 0 or step == last
+        is_best = self.progress.owes_eval and self.evaluate(metrics)
+        if step % config.checkpoint.every == 0 or step == last or (is_best and config.checkpoint.keep_best):
+            self.save(metrics)
+            return step
+        if self.checkpoints.failed():
+            self.checkpoints.wait()
+        return saved
+
+    def save(self, metrics: MetricsLog) -> None:
+        """Write a checkpoint of the present step beside training."""
+        metrics.sync()
+        self.checkpoints.save(self.drafter, self.optimizer, self.progress)
+
+    def explain_sick(self, step: int, flags: Sequence[float]) -> None:
+        """Say which batch arrived sick, though its replica had found it sound; the step was not applied."""
+        for batch, is_ill in zip(self.own_batches(step), flags, strict=False):
+            if is_ill and self.peers is None:
+                self.features_of(batch).check(self.target.hidden_size)  # again, for the sentence
+            if is_ill:
+                raise SickFeatures(
+                    f"step {step}: features of samples {batch.samples.tolist()} were zero, constant or not "
+                    "finite, and are sound when computed again: the device or the file system is at fault"
+                    if self.peers is None
+                    else f"step {step}: features of samples {batch.samples.tolist()} (batch {batch_key(batch)}) were "
+                    "sound on their replica and arrived zero, constant or not finite: the transport is at fault"
+                )
+        raise PeerLost(f"step {step}: another drafter received features that must not be trained on")
 
     def one_step(self, step: int) -> dict[str, Any]:
         """Train step ``step`` and return its metrics line."""
         started, self.flops = time.perf_counter(), 0.0
         batches = self.plan.batches(step)
         sums, grad_norm, sick = self.train_step(step)
-        # The step's one wait for the device: nothing may reach the weights before it is known to be finite.
+        refused = ~(torch.isfinite(grad_norm) & torch.isfinite(sums["loss"])) | (sums["ill"] > 0)
+        self.update(step, sums["weight"], grad_norm, refused)
+        # While the device is busy: the host's share of the next step, for which the device would stand still.
+        if step < self.plan.total:
+            self._ahead = {step + 1: [self.anchors(batch) for batch in self.own_batches(step + 1)]}
+        # The step's one wait for the device.
         host = read(sums | {"grad_norm": grad_norm, "sick": torch.stack(sick)})
         norm, loss = host["grad_norm"], host["loss"]
-        for batch, is_ill in zip(batches, host["sick"], strict=True):
-            if is_ill:
-                self.features_of(batch).check(self.target.hidden_size)  # again, for the sentence
-                raise SickFeatures(
-                    f"step {step}: features of samples {batch.samples.tolist()} were zero, constant or not "
-                    "finite, and are sound when computed again: the device or the file system is at fault"
-                )
+        if host["ill"]:
+            self.explain_sick(step, host["sick"])
         if not (np.isfinite(norm) and np.isfinite(loss)):
             samples = [int(s) for batch in batches for s in batch.samples]
             named = ", ".join(f"{s} ({self.data.describe(s)})" for s in samples[:16]) + ", ..." * (len(samples) > 16)
@@ -213,7 +334,6 @@ class Trainer:
                 f"norm {norm}); the step was not applied. Its samples: {named}. Look at these rows, or start a new run "
                 "with a lower train.learning_rate"
             )
-        self.update(step, sums["weight"], grad_norm)
         tokens = int(sum(self.data.lengths[batch.samples].sum() for batch in batches))
         self.progress.step = step
         self.progress.tokens += tokens
@@ -221,6 +341,9 @@ class Trainer:
         line = {"step": step, "epoch": self.plan.epoch_of(step), **divide(host), "grad_norm": norm}
         line |= {"lr": self.lr(step), "noise_std": noise_std(step, self.plan.total, self.config)}
         line |= {"tokens": self.progress.tokens, "samples": self.progress.samples}
+        line |= {key: host[key] for key in ("moved_bytes", "replica_wait_s") if key in host}
+        if host["skipped"]:
+            line["sick_batches"] = int(host["skipped"])
         spent = time.perf_counter() - started
         line |= {
             "tokens_per_s": tokens / spent,
@@ -232,14 +355,19 @@ class Trainer:
 
     def evaluate(self, metrics: MetricsLog) -> bool:
         """Write an ``eval`` line at the present step; True if the drafter is the best so far."""
-        if not self.answers:
+        if not self.answers or not self.leads:
+            self.progress.owes_eval = False
             return False
         started = time.perf_counter()
         train = self.config.train
+        if self.peers:
+            keys = [f"e{self.progress.step}.{part}" for part in range(len(self.peers.eval_groups))]
+            cast("RemoteTarget", self.target).evaluate_from(self.peers.stream, keys)
         with self.autocast:
             result = walk(
-                self.drafter, self.target, self.answers, train.tokens_per_batch, train.anchors_per_batch
+                self.drafter, cast("Target", self.target), self.answers, train.tokens_per_batch, train.anchors_per_batch
             ).summary()
+        self.progress.owes_eval = False
         step, value = self.progress.step, result["accepted_length"]
         metrics.write(
             {"kind": "eval", "step": step, **result, "eval_s": time.perf_counter() - started, "time": time.time()}

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from dflash.bench.shapes import H200_PEAK
 from dflash.report.series import Series, read_series
 from dflash.report.status import duration
-from dflash.report.trend import METRICS, Episode, Verdict, verdict
+from dflash.report.trend import CHECKS, METRICS, Episode, Verdict, is_plain, verdict
 from dflash.train.log import log
 
 LINE_EVERY_S = 30.0
@@ -25,7 +25,7 @@ AVERAGED = ("loss", "accuracy", "avg_streak", "step_s", "feature_wait_s")
 
 
 class Alerts:
-    """The verdict of ``dflash report`` over what has been logged, every tenth of its window.
+    """The verdict of ``dflash report`` over what has been logged, :data:`CHECKS` times a window.
 
     A regression or a plateau is told once, when it begins (see :class:`dflash.report.trend.Episode`). All of it follows
     from the logged lines alone, so that a resumed run raises the alerts that an uninterrupted one would have.
@@ -36,23 +36,24 @@ class Alerts:
     """
 
     def __init__(self, path: Path, window: int) -> None:
-        self.window, self.every = window, max(window // 10, 1)
+        self.window, self.every = window, max(window // CHECKS, 1)
         so_far = read_series(path) if path.exists() else Series.of([])
         self._step = array("q", so_far.step.tolist())
         self._columns = {key: array("d", so_far.column(key).tolist()) for key in (*METRICS, "lr")}
         self._episode = Episode()
-        # As it stood after the last check: nothing before the last verdict that ended an episode matters.
+        # As it stood after the last check: nothing before the last plain improvement, which ends any episode, matters.
         verdicts: list[Verdict] = []
         for count in range(len(self._step) // self.every * self.every, 0, -self.every):
             verdicts.append(self._verdict(count))
-            if verdicts[-1].state in ("improving", "too short to say"):
+            if verdicts[-1].state == "improving" and is_plain(verdicts[-1]):
                 break
         for one in reversed(verdicts):
             self._episode.update(one)
 
     def _verdict(self, count: int) -> Verdict:
-        columns = {key: np.array(values[:count]) for key, values in self._columns.items()}
-        return verdict(Series("", np.array(self._step[:count], dtype=np.int64), columns), self.window)
+        # Views, which must be gone before the next append: a copy of a long log at each check would be seconds.
+        columns = {key: np.frombuffer(values)[:count] for key, values in self._columns.items()}
+        return verdict(Series("", np.frombuffer(self._step, np.int64)[:count], columns), self.window)
 
     def update(self, line: dict[str, Any]) -> dict[str, Any] | None:
         """Take note of a step's line; returns the ``alert`` line if one is due."""

@@ -1,0 +1,106 @@
+"""Placement to roles, the split of a target over devices, and what the launcher says of a death."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny import qwen35_config, tiny_gemma2, tiny_llama
+from transformers import AutoModelForCausalLM
+
+from dflash.config import Config, ConfigError, DataConfig, DrafterConfig, PlacementConfig, TargetConfig
+from dflash.target.load import TargetError, split
+from dflash.train import launch
+from dflash.train.placement import local_roles, roles, transport
+
+
+def config(target, drafter, each=1, features=None):
+    return Config(
+        run_dir="run", target=TargetConfig(model="x"), drafter=DrafterConfig(mask_token_id=5),
+        data=DataConfig(train=["x"], features=features),
+        placement=PlacementConfig(target=target, drafter=drafter, gpus_per_replica=each),
+    )  # fmt: skip
+
+
+SIX = [f"cuda:{i}" for i in range(6)]
+
+
+@pytest.mark.parametrize("each,replicas", [(1, 6), (2, 3), (3, 2), (6, 1)])
+def test_six_gpus_serve_and_the_seventh_trains(each, replicas):
+    made = roles(config(SIX, ["cuda:6"], each))
+    assert [r.kind for r in made] == ["replica"] * replicas + ["drafter"]
+    assert [r.rank for r in made] == list(range(replicas + 1))
+    assert [d for r in made for d in r.devices] == [*SIX, "cuda:6"]
+    assert all(len(r.devices) == each for r in made[:-1])
+
+
+def test_one_device_for_both_is_one_process():
+    (only,) = roles(config(["cuda:3"], ["cuda:3"]))
+    assert (only.kind, only.devices) == ("both", ("cuda:3",))
+    assert [r.kind for r in roles(config(["cpu", "cpu"], ["cpu"]))] == ["replica", "replica", "drafter"]
+
+
+def test_roles_follow_from_the_machine_and_the_local_rank():
+    whole = config(["1/cuda:0", "1/cuda:1", "0/cuda:1"], ["0/cuda:0"])
+    assert [str(r) for r in local_roles(whole, 0, 2)] == ["replica 2 (rank 2, cuda:1)", "drafter 0 (rank 3, cuda:0)"]
+    assert [r.rank for r in local_roles(whole, 1, 2)] == [0, 1]
+    for odd, words in (
+        ((config(["2/cpu"], ["0/cpu"]), 0, 2), "names machine 2 and the run has 2"),
+        ((config(["0/cpu", "0/cpu"], ["0/cpu"]), 1, 2), "no entry for machine 1"),
+        ((config(["cpu", "cpu"], ["0/cpu", "1/cpu"]), 0, 2), "spans machines"),
+        ((config(["cpu", "cpu"], ["cpu"], features="f"), 0, 1), "data.features is read by one process"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            local_roles(*odd)
+
+
+def test_nccl_only_where_every_process_has_gpus_of_its_own():
+    assert transport(roles(config(SIX, ["cuda:6"], 2))) == "nccl"
+    assert transport(roles(config(["cuda:0", "cuda:0"], ["cuda:0"]))) == "gloo"
+    assert transport(roles(config(["cuda:0", "cuda:1"], ["cuda:1"]))) == "gloo"
+    assert transport(roles(config(["cpu", "cpu"], ["cpu"]))) == "gloo"
+    assert transport(roles(config(["0/cuda:0", "1/cuda:0"], ["1/cuda:1"]))) == "nccl"
+
+
+GPUS = [torch.device("cuda", i) for i in range(3)]
+
+
+@pytest.mark.parametrize("made", [tiny_llama(0).config, qwen35_config(), tiny_gemma2(0).config])
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_split_places_every_weight_once_and_layers_in_order(made, count):
+    place = split(AutoModelForCausalLM, made, GPUS[:count])
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(made)
+    where = {}
+    for name, _ in [*module.named_parameters(), *module.named_buffers()]:
+        owners = [key for key in place if name == key or name.startswith(f"{key}.")]
+        assert len(owners) == 1, name
+        where[name] = place[owners[0]].index
+    layers = [place[f"model.layers.{i}"].index for i in range(made.num_hidden_layers)]
+    assert layers == sorted(layers) and set(layers) == set(range(count))
+    assert max(map(layers.count, layers)) - min(map(layers.count, layers)) <= 1
+    assert place["model.embed_tokens"].index == 0
+    behind = 0 if made.tie_word_embeddings else count - 1  # a tied head lies with the embedding it is
+    assert place["lm_head"].index == behind and place["model.norm"].index == behind
+
+
+def test_more_devices_than_layers_are_refused():
+    with pytest.raises(TargetError, match="4 layers that 5 devices could share"):
+        split(AutoModelForCausalLM, tiny_llama(0).config, [torch.device("cuda", i) for i in range(5)])
+
+
+def test_the_obituary_names_who_died_first_and_shows_its_last_lines(tmp_path, capsys):
+    here = roles(config(["cpu", "cpu"], ["cpu"]))
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank1.log").write_text("\n".join(f"line {i}" for i in range(40)))
+
+    def failed(local_rank, code, at):
+        return SimpleNamespace(local_rank=local_rank, exitcode=code, timestamp=at)
+
+    # The drafter that lost its peer ended before the launcher looked; the one killed is the cause.
+    error = SimpleNamespace(failures={0: failed(2, 1, 5), 1: failed(1, -9, 6)})
+    text = launch._obituary(error, here, tmp_path, 3)
+    assert text.startswith("replica 1 (rank 1, cpu) was killed by SIGKILL after 3 restarts")
+    shown = capsys.readouterr().err
+    assert "line 39" in shown and "line 28" in shown and "line 27" not in shown
+    error = SimpleNamespace(failures={0: failed(2, 1, 5), 1: failed(0, 1, 6)})
+    assert launch._obituary(error, here, tmp_path, 0).startswith("drafter 0 (rank 2, cpu) ended with exit code 1 (")
