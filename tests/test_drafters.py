@@ -161,7 +161,10 @@ def test_a_damaged_file_is_named(published):
 def test_what_is_no_drafter(trained, published, tmp_path):
     config = json.loads((published / "config.json").read_text())
     (published / "config.json").write_text(json.dumps({"speculators_model_type": "dflash", **config}))
-    with pytest.raises(DrafterError, match="format of the speculators library"):
+    with pytest.raises(
+        DrafterError,
+        match=r"config\.json: speculators_model_type is 'dflash', with transformer_layer_config of type NoneType",
+    ):
         find_drafter(str(published))
     with pytest.raises(DrafterError, match=r"config\.json: drafter config lacks block_size"):
         find_drafter(str(trained / "target"))

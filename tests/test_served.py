@@ -193,7 +193,7 @@ def test_waits_double_and_are_never_all_alike(monkeypatch):
 
     monkeypatch.setattr(served, "FIRST_WAIT_S", 0.5)
     with Api(lambda body, times: (500, "", {}, 0)) as api, pytest.raises(ServedError):
-        served._Server(api.url, 5).request("completions", {}, "p:1", Stop())
+        served.Server(api.url, 5).request("completions", {}, "p:1", Stop())
     longest = [min(0.5 * 2**i, served.LONGEST_WAIT_S) for i in range(served.ATTEMPTS - 1)]
     assert len(waits) == len(longest) and all(b / 2 <= w <= b for w, b in zip(waits, longest, strict=True))
     assert any(w != b for w, b in zip(waits, longest, strict=True))

@@ -415,10 +415,11 @@ def test_token_data(tmp_path):
     assert data.lengths.tolist() == [len(data.sample(i)[0]) for i in range(3)] and data.lengths.sum() == len(data.ids)
     assert data.stats == {
         "files": [a, b], "rows": 7, "kept": 3, "tokens": len(data.ids), "supervised": int(data.loss_mask.sum()),
-        "truncated": 0, "cut_off": 0, "unsupervised_turns": {},
+        "truncated": 0, "cut_off": 0, "duplicates": 0, "unused_files": [], "unsupervised_turns": {},
         "dropped": {
-            "broken JSON": {"count": 1, "first": f"{a}:2"}, "no assistant turn": {"count": 2, "first": f"{a}:3"},
-            UNKNOWN_ID: {"count": 1, "first": f"{b}:2"},
+            "broken JSON": {"count": 1, "first": f"{a}:2", "next": []},
+            "no assistant turn": {"count": 2, "first": f"{a}:3", "next": []},
+            UNKNOWN_ID: {"count": 1, "first": f"{b}:2", "next": []},
         },
     }  # fmt: skip
     said = summary(data.stats)
@@ -443,7 +444,7 @@ def test_one_token_over_max_length(tmp_path):
 def test_no_usable_row_says_why(tmp_path):
     path = write(tmp_path / "a.jsonl", "{", {"messages": turns("x")}, "{")
     with pytest.raises(
-        DataError, match=r"(?s)no usable row among 3 .*2: broken JSON \(first: .*a.jsonl:1\).*1: no assist"
+        DataError, match=r"(?s)no usable row among 3 .*2: broken JSON \(first: .*a.jsonl:1, 3\).*1: no assist"
     ):
         load([path])
     tokenizer = tokenizer_with(None)

@@ -30,6 +30,7 @@ REWRITTEN = "template rewrites the turn once others follow"
 NO_END = "template ends the turn without an end-of-turn token"
 THINKING_MANGLED = "template does not give back the thinking in content as it was generated"
 THINKING_LOST = "template leaves reasoning_content out"
+CALLS_LOST = "template leaves tool_calls out"
 TEXT_CHANGED = "template changes the answer's text"
 CUT_IN_THOUGHT = "answer was cut off while thinking"
 BORDER = "a token spans the border of prompt and answer"
@@ -219,6 +220,9 @@ def lost_text(message: dict[str, Any], prompt: str, answer: str, cut_off: bool) 
     content, reasoning, body = ("".join(text.split()) for text in texts)
     if reasoning not in body:
         return THINKING_LOST
+    calls = [call.get("function", call) for call in message.get("tool_calls", ())]
+    if any("".join(str(call.get("name", "")).split()) not in body for call in calls if isinstance(call, dict)):
+        return CALLS_LOST
     thinking = reasoning or "<think>" in content or prompt.rstrip().endswith("<think>")
     thought = "</think>" in content or (reasoning and content)
     if cut_off and thinking and not thought:

@@ -20,7 +20,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
@@ -44,13 +44,22 @@ class ServedError(ValueError):
     """The server cannot be reached, refuses, or answers what is no completion."""
 
 
+class RequestRefused(ServedError):
+    """The server refuses this one request, such as a prompt beyond its limit, and may well answer others."""
+
+
 @dataclass(frozen=True)
 class ServedAnswer:
-    """Answer to prompt number ``prompt``: its token ids, and whether it ended before an end-of-text token."""
+    """Answer to prompt number ``prompt``: its token ids, and whether it ended before an end-of-text token.
+
+    ``text``: what the ids were made from, where the server gave none.
+    """
 
     prompt: int
     ids: list[int]
     cut_off: bool
+    finish_reason: str | None = field(default=None, compare=False)
+    text: str | None = field(default=None, compare=False)
 
 
 def served_answers(
@@ -81,7 +90,7 @@ def served_answers(
     Raises:
         ServedError: naming the URL and the prompt, with the server's own message.
     """
-    server = _Server(url, timeout_s)
+    server = Server(url, timeout_s)
     model = model or server.first_model()
     log.info(f"asking {model} at {server.base}")
     settings = {"model": model, "max_tokens": max_new_tokens, "temperature": temperature, "return_token_ids": True}
@@ -89,7 +98,7 @@ def served_answers(
     def ask(numbered: tuple[int, Prompt], stop: threading.Event) -> ServedAnswer:
         number, prompt = numbered
         reply = server.request("completions", settings | {"prompt": prompt.ids.tolist()}, prompt.origin, stop)
-        return _read_answer(number, reply, tokenizer, f"{server.base}: {prompt.origin}")
+        return read_answer(number, reply, tokenizer, f"{server.base}: {prompt.origin}")
 
     found: list[ServedAnswer] = []
     with tqdm(total=len(prompts), desc="served answers", unit="prompt", disable=None) as bar:
@@ -143,7 +152,7 @@ def as_finished(ask: Callable[[T, threading.Event], R], items: Iterable[T], conc
                 done.get_nowait()
 
 
-class _Server:
+class Server:
     """Requests to one API, with retries; usable from many threads."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
@@ -198,7 +207,8 @@ class _Server:
                 message = f"the server says {error.code}: {_message(error)}"
             if error.code == 429 or error.code >= 500:
                 raise _TryAgain(message, _retry_after_s(error.headers.get("Retry-After"))) from error
-            raise ServedError(f"{where}: {message}") from error
+            kind = RequestRefused if error.code in (400, 413, 422) else ServedError
+            raise kind(f"{where}: {message}") from error
         except (OSError, http.client.HTTPException) as error:  # URLError and timeouts are OSErrors
             raise _TryAgain(f"no answer ({getattr(error, 'reason', None) or error or type(error).__name__})") from error
         try:
@@ -246,20 +256,21 @@ def _until(moment: datetime) -> float:
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() - datetime.now(UTC).timestamp()
 
 
-def _read_answer(number: int, reply: Any, tokenizer: Any, where: str) -> ServedAnswer:
+def read_answer(number: int, reply: Any, tokenizer: Any, where: str) -> ServedAnswer:
     match reply:
         case {"choices": [{} as choice, *_]}:
             pass
         case _:
             raise ServedError(f"{where}: the answer holds no choices; is this an OpenAI-compatible server?")
-    cut_off = choice.get("finish_reason") != "stop"
+    reason = choice.get("finish_reason")
+    cut_off = reason != "stop"
     match choice:
         case {"token_ids": [*ids]} if all(type(i) is int and i >= 0 for i in ids):
-            return ServedAnswer(number, ids, cut_off)
+            return ServedAnswer(number, ids, cut_off, reason)
         case {"text": str(text)}:
             ids = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
             # Servers leave the end-of-text token out of the text.
             if ids and not cut_off and tokenizer.eos_token_id is not None:
                 ids.append(tokenizer.eos_token_id)
-            return ServedAnswer(number, ids, cut_off)
+            return ServedAnswer(number, ids, cut_off, reason, text)
     raise ServedError(f"{where}: the answer has neither text nor token_ids; is this an OpenAI-compatible server?")

@@ -25,15 +25,25 @@ from dflash.data.cache import CacheDamaged, TokenData, read_cache, write_cache
 from dflash.data.chat import NO_PROMPT, UNKNOWN_ID, ChatTokenizer, Encoded
 from dflash.data.conversations import DataError, Rejected, Row, TokenRow, normalise, read_rows, source_digest
 
-__all__ = ["DataError", "Prompt", "TokenData", "decode_example", "load_data", "load_prompts", "summary"]
+__all__ = [
+    "DataError",
+    "Prompt",
+    "TokenData",
+    "decode_example",
+    "load_data",
+    "load_prompts",
+    "summary",
+    "tokenizer_digests",
+]
 
-DATA_VERSION = 1
+DATA_VERSION = 2
 """Part of every cache's key: raise it when a change of this package changes what rows become."""
 CHUNK_ROWS = 256
 SERIAL_ROWS = 20_480
 """Rows tokenised before worker processes start: below this their start-up costs more than they save."""
 MAX_WORKERS = 16
 MAX_REASONS = 100
+SHOWN_LINES = 5
 log = logging.getLogger("dflash")
 
 
@@ -168,24 +178,34 @@ def summary(stats: dict[str, Any]) -> str:
     share = stats["supervised"] / max(stats["tokens"], 1)
     notes = [f"{stats['truncated']:,} cut to max_length"] if stats["truncated"] else []
     notes += [f"{stats['cut_off']:,} answers that ended at a length limit"] if stats["cut_off"] else []
+    notes += [f"{stats['duplicates']:,} duplicates of earlier rows"] if stats["duplicates"] else []
     lines = [
         f"data: {stats['kept']:,} of {stats['rows']:,} rows, {stats['tokens']:,} tokens, {share:.1%} supervised",
         *([f"  kept: {', '.join(notes)}"] if notes else []),
         *(_table(stats["dropped"], "dropped ")),
         *(_table(stats["unsupervised_turns"], "assistant turns not supervised: ")),
+        *(f"  nothing usable in {stats['files'][i]}" for i in stats["unused_files"]),
     ]
     return "\n".join(lines)
 
 
 def _table(reasons: dict[str, dict[str, Any]], what: str = "") -> list[str]:
     ordered = sorted(reasons.items(), key=lambda item: (-item[1]["count"], item[0]))
-    return [f"  {what}{entry['count']:,}: {reason} (first: {entry['first']})" for reason, entry in ordered]
+    return [
+        f"  {what}{entry['count']:,}: {reason} (first: {', '.join([entry['first'], *map(str, entry['next'])])})"
+        for reason, entry in ordered
+    ]
 
 
 def _count(table: dict[str, dict[str, Any]], reason: str, where: str) -> None:
+    """One more of ``reason``; the first place is kept whole, of a few more in the same file the line."""
     if reason not in table and len(table) >= MAX_REASONS:
         reason = "other reasons"  # templates may put a row's own text into what they raise
-    table.setdefault(reason, {"count": 0, "first": where})["count"] += 1
+    entry = table.setdefault(reason, {"count": 0, "first": where, "next": []})
+    entry["count"] += 1
+    (file, _, line), first = where.rpartition(":"), entry["first"]
+    if where != first and file == first.rpartition(":")[0] and len(entry["next"]) < SHOWN_LINES - 1:
+        entry["next"].append(int(line))
 
 
 @dataclass
@@ -196,6 +216,8 @@ class _Collected:
     rows: int = 0
     truncated: int = 0
     cut_off: int = 0
+    duplicates: int = 0
+    seen: set[bytes] = field(default_factory=set)
     templated: list[int] = field(default_factory=lambda: [0, 0])
     ids: list[np.ndarray] = field(default_factory=list)
     masks: list[np.ndarray] = field(default_factory=list)
@@ -213,6 +235,10 @@ class _Collected:
             _count(self.unsupervised_turns, reason, where)
         self.truncated += result.truncated
         self.cut_off += result.cut_off
+        # Counted, not dropped: whoever gives a file twice may mean it.
+        content = hashlib.blake2b(result.ids.tobytes() + result.loss_mask.tobytes(), digest_size=8).digest()
+        self.duplicates += content in self.seen
+        self.seen.add(content)
         if result.templated:
             self.templated[0] += len(result.ids)
             self.templated[1] += int(result.loss_mask.sum())
@@ -238,25 +264,40 @@ class _Collected:
         stats = {
             "files": self.files, "rows": self.rows, "kept": len(self.ids), "dropped": self.dropped,
             "unsupervised_turns": self.unsupervised_turns, "tokens": len(ids), "supervised": int(mask.sum()),
-            "truncated": self.truncated, "cut_off": self.cut_off,
+            "truncated": self.truncated, "cut_off": self.cut_off, "duplicates": self.duplicates,
+            "unused_files": sorted({*range(len(self.files))} - {file for file, _ in self.origin}),
         }  # fmt: skip
         offsets = np.cumsum([0, *(len(row) for row in self.ids)], dtype=np.int64)
         return TokenData(ids, mask, offsets, np.array(self.origin, dtype=np.int32), self.files, stats, fingerprint)
 
 
+def tokenizer_digests(tokenizer: Any) -> dict[str, str]:
+    """Short digests of a tokenizer's rules and of its chat template, to tell which of the two is another one."""
+    content = {"tokenizer": [_rules(tokenizer), tokenizer.special_tokens_map], "template": tokenizer.chat_template}
+    return {key: _sha256(value)[:16] for key, value in content.items()}
+
+
 def _fingerprint(chat: ChatTokenizer, files: list[str]) -> str:
     """sha256 over everything that shapes the data: content, tokenizer, template, settings and this code's version."""
     tokenizer = chat.tokenizer
+    everything = {
+        "version": DATA_VERSION, "sources": [source_digest(f) for f in files], "tokenizer": _rules(tokenizer),
+        "special": [chat.specials, tokenizer.special_tokens_map], "template": tokenizer.chat_template,
+        "kwargs": chat.kwargs, "max_length": chat.max_length, "vocab_size": chat.vocab_size,
+    }  # fmt: skip
+    return _sha256(everything)
+
+
+def _rules(tokenizer: Any) -> Any:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = json.loads(backend.to_str()) if backend is not None else {"vocab": tokenizer.get_vocab()}
     for state in ("truncation", "padding"):  # of the last call, not of the tokenizer
         rules.pop(state, None)
-    everything = {
-        "version": DATA_VERSION, "sources": [source_digest(f) for f in files], "tokenizer": rules,
-        "special": [chat.specials, tokenizer.special_tokens_map], "template": tokenizer.chat_template,
-        "kwargs": chat.kwargs, "max_length": chat.max_length, "vocab_size": chat.vocab_size,
-    }  # fmt: skip
-    return hashlib.sha256(json.dumps(everything, sort_keys=True, default=str).encode()).hexdigest()
+    return rules
+
+
+def _sha256(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 _Numbered = tuple[int, int, Row | Rejected]

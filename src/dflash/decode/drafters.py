@@ -1,4 +1,4 @@
-"""What a DRAFTER argument may name, read strictly: a run, a checkpoint, a folder in the published layout, or a hub id.
+"""What a DRAFTER argument may name, read strictly: a run, a checkpoint, a released drafter's folder, or a hub id.
 
 A run's own config says which target it was trained for and how prompts were rendered, so that nobody has to repeat it
 and thinking mode cannot differ by accident.
@@ -25,14 +25,15 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from dflash.checkpoint_folder import COMPLETE, STATE, WRITING, complete, is_complete, step_of
 from dflash.config import Config, load_config
 from dflash.decode.speculative import check_match
+from dflash.export.formats import check_published, from_speculators, is_speculators
 from dflash.model import DFlashConfig, DFlashDraftModel
 from dflash.model.config import DrafterError
 from dflash.target.load import load_target_config
 from dflash.target.model import Target, load_target
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-SPECULATORS = ("speculators_model_type", "speculators_config", "transformer_layer_config")
-"""Keys of a config in the format of the speculators library: other tensor names, layer ids one higher."""
+TARGETS_OWN = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight", "t2d", "d2t")
+"""Copies of the target's tensors that drafters of the speculators library may hold; here they come from the target."""
 log = logging.getLogger("dflash")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -57,9 +58,10 @@ class Source:
         layers = f"{c.num_hidden_layers} layers ({sliding} sliding, window {c.sliding_window})" if sliding else (
             f"{c.num_hidden_layers} full-attention layers"
         )  # fmt: skip
+        depth = f" of {c.num_target_layers}" if c.num_target_layers else ""  # speculators drafters do not say
         return (
             f"drafter {self.folder}{self.note}: {layers}, block size {c.block_size}, context layers "
-            f"{c.target_layer_ids} of {c.num_target_layers}"
+            f"{c.target_layer_ids}{depth}"
         )
 
 
@@ -81,7 +83,8 @@ def find_drafter(name: str) -> Source:
 
     Args:
         name: folder of a run (its best checkpoint if one was kept, else the newest complete one), of a checkpoint, or
-            in the published layout (``config.json`` and ``model.safetensors``); or a hub id.
+            in the published layout or that of the speculators library (``config.json`` and ``model.safetensors``); or
+            a hub id.
 
     Raises:
         DrafterError: nothing usable there; the sentence says what is missing.
@@ -121,10 +124,12 @@ def load_drafter(source: Source, dtype: torch.dtype, device: torch.device) -> DF
         drafter = DFlashDraftModel(source.config)
     wanted = dict(drafter.named_parameters())
     found: dict[str, Tensor] = {}
+    left_out = TARGETS_OWN if is_speculators(_json(source.folder / "config.json")) else ()
     for file in _weight_files(source.folder):
         try:
             with safe_open(file, framework="pt", device=str(device)) as stored:
-                found |= {name: _checked(file, name, stored.get_tensor(name), dtype) for name in stored.keys()}  # noqa: SIM118
+                own = [name for name in stored.keys() if name not in left_out]  # noqa: SIM118
+                found |= {name: _checked(file, name, stored.get_tensor(name), dtype) for name in own}
         except SafetensorError as error:
             raise DrafterError(f"{file} is damaged ({error}); fetch or write it again") from error
     for names, what in ((wanted.keys() - found.keys(), "lacks"), (found.keys() - wanted.keys(), "has unexpected")):
@@ -141,6 +146,19 @@ def load_drafter(source: Source, dtype: torch.dtype, device: torch.device) -> DF
             )
     drafter.load_state_dict(found, assign=True)
     return drafter.eval().requires_grad_(False)
+
+
+def stored_dtype(source: Source) -> torch.dtype:
+    """In which a drafter's weights are stored; those that were met have one dtype throughout.
+
+    Raises:
+        DrafterError: neither bfloat16 nor float32.
+    """
+    kind = _stored_slice(source.folder, "fc.weight").get_dtype()
+    known = {"BF16": torch.bfloat16, "F32": torch.float32}
+    if kind not in known:
+        raise DrafterError(f"{source.folder}: fc.weight is stored as {kind}; only bfloat16 and float32 are read")
+    return known[kind]
 
 
 def load_both(
@@ -266,12 +284,10 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _config(path: Path) -> DFlashConfig:
     raw = _json(path)
-    if odd := [key for key in SPECULATORS if key in raw]:
-        raise DrafterError(
-            f"{path}: this drafter is in the format of the speculators library ({odd[0]}), which is not read; name a "
-            "drafter in the published layout"
-        )
     try:
+        if is_speculators(raw):
+            raw = from_speculators(raw, _stored_slice(path.parent, "fc.weight").get_shape()[-1])
+        check_published(raw)
         config = DFlashConfig.from_dict(raw)
         _check_fields(config)
         return config.require()
@@ -310,6 +326,18 @@ def _weight_files(folder: Path) -> list[Path]:
     if gone := [file for file in files if not file.is_file()]:
         raise DrafterError(f"{gone[0]} does not exist; the drafter's weights are read from safetensors files only")
     return files
+
+
+def _stored_slice(folder: Path, name: str) -> Any:
+    """A tensor's shape and dtype, from its file's header."""
+    for file in _weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as stored:
+                if name in stored.keys():  # noqa: SIM118
+                    return stored.get_slice(name)
+        except SafetensorError as error:
+            raise DrafterError(f"{file} is damaged ({error}); fetch or write it again") from error
+    raise DrafterError(f"{folder} has no tensor {name}; it holds no drafter")
 
 
 def _checked(file: Path, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:

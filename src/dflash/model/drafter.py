@@ -68,7 +68,8 @@ class RotaryTables:
             exponent = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
             self.inv_freq, self.scale = 1.0 / (rope["rope_theta"] ** exponent), 1.0
         else:
-            self.inv_freq, self.scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+            with torch.device("cpu"):  # a drafter made on the meta device needs its frequencies all the same
+                self.inv_freq, self.scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
 
     def __call__(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """fp32 [B, 1, positions, head_dim] each, broadcast over heads."""
