@@ -13,9 +13,10 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import dflash
-from dflash import check
+from dflash import estimate
 from dflash.config import ConfigError, load_config, missing_files, resolve, to_dict
 from dflash.strict_yaml import dump
 
@@ -23,7 +24,7 @@ from dflash.strict_yaml import dump
 def train(args: argparse.Namespace) -> int:
     """Train a drafter, or with --dry-run say what that would take."""
     config = load_config(args.config, args.overrides, check_files=not args.dry_run)
-    target_config = check.find_target_config(config, weights_needed=not args.dry_run)
+    target_config = estimate.find_target_config(config, weights_needed=not args.dry_run)
     config = resolve(config, target_config)
     # What null, a branch or a tag meant today: the run's own config names the commit.
     config.target.revision = getattr(target_config, "_commit_hash", None) or config.target.revision
@@ -31,18 +32,18 @@ def train(args: argparse.Namespace) -> int:
         for problem in missing_files(config):
             print(f"dflash: warning: {problem}", file=sys.stderr)
         print(dump(to_dict(config)))
-        print(check.describe(config, target_config))
+        print(estimate.describe(config, target_config))
         return 0
     from dflash.train import launch
 
-    return launch.train(config)
+    return launch.train(config, *_machines(args))
 
 
 def resume(args: argparse.Namespace) -> int:
     """Continue a run."""
     from dflash.train import launch
 
-    return launch.resume(args.run_dir, args.overrides)
+    return launch.resume(args.run_dir, args.overrides, *_machines(args))
 
 
 def eval_(args: argparse.Namespace) -> int:
@@ -76,27 +77,97 @@ def report(args: argparse.Namespace) -> int:
     from dflash.report import text
 
     return text.report(
-        args.runs, window=args.window, reference=args.reference, json_out=args.json, trend_window=args.trend_window
-    )
+        args.runs, window=args.window, reference=args.reference, json_out=args.json, plot_out=args.plot,
+        html_out=args.html, trend_window=args.trend_window,
+    )  # fmt: skip
+
+
+def status(args: argparse.Namespace) -> int:
+    """Show where a run stands."""
+    from dflash.report.status import status as show
+
+    return show(args.run_dir, args.watch)
+
+
+def check(args: argparse.Namespace) -> int:
+    """Say what training would see, before it runs."""
+    from dflash.check import check as preflight
+
+    return preflight(args.config, args.overrides)
+
+
+def data(args: argparse.Namespace) -> int:
+    """Prepare training data: answers, features."""
+    _show_messages()
+    given = {name: value for name, value in vars(args).items() if name not in ("command", "run", "what")}
+    if args.what == "regenerate":
+        from dflash.data import regenerate
+
+        return regenerate.run(regenerate.Settings(**given))
+    from dflash.train import capture
+
+    return capture.capture(args.config, args.overrides, args.out)
+
+
+def export(args: argparse.Namespace) -> int:
+    """Write a drafter for engines."""
+    _show_messages()
+    from dflash.export.folder import export_drafter
+
+    export_drafter(args.drafter, args.format, args.out, args.target)
+    return 0
+
+
+def import_(args: argparse.Namespace) -> int:
+    """Write a released drafter as a folder of our own layout."""
+    _show_messages()
+    from dflash.export.folder import import_drafter
+
+    import_drafter(args.drafter, args.out)
+    return 0
 
 
 def bench(args: argparse.Namespace) -> int:
     """Measure speed."""
     import torch
 
-    from dflash.bench import step
+    from dflash.bench import capture, pipeline, step
     from dflash.decode.drafters import pick_device
 
     device = pick_device(args.device)
-    kind = args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
-    result = step.bench(
-        args.shape, tokens=args.tokens, anchors=args.anchors, steps=args.steps, accumulation=args.accumulation,
-        device=device, dtype=getattr(torch, kind), peer=args.peer is not None,
-    )  # fmt: skip
-    print(step.table(result))
+    dtype = getattr(torch, args.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
+    if args.part == "step":
+        result = step.bench(
+            args.shape, tokens=args.tokens, anchors=args.anchors, steps=args.repeats, accumulation=args.accumulation,
+            device=device, dtype=dtype, peer=args.peer,
+        )  # fmt: skip
+        print(step.table(result))
+    elif args.part == "pipeline":
+        result = pipeline.bench(
+            args.shape, tokens=args.tokens, anchors=args.anchors, repeats=args.repeats, device=device, dtype=dtype,
+            layers=args.layers,
+        )  # fmt: skip
+        print(pipeline.table(result))
+    else:
+        result = capture.bench(
+            args.shape, rows=args.rows, length=args.length, repeats=args.repeats, device=device, dtype=dtype,
+            layers=args.layers, peer=args.peer,
+        )  # fmt: skip
+        print(capture.table(result))
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def _machines(args: argparse.Namespace) -> list[Any]:
+    """What a run over several machines needs to know; nothing on one."""
+    if args.nnodes == 1 and args.node_rank == 0 and args.rdzv_endpoint is None:
+        return []
+    if not 0 <= args.node_rank < args.nnodes or args.rdzv_endpoint is None:
+        raise ConfigError([f"--node-rank must be 0 to {args.nnodes - 1} and --rdzv-endpoint HOST:PORT be given"])
+    from dflash.train.launch import Machines
+
+    return [Machines(args.nnodes, args.node_rank, args.rdzv_endpoint)]
 
 
 def _show_messages() -> None:
@@ -139,6 +210,61 @@ def _pair(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--seed", type=int, default=0, help="of sampling (%(default)s)")
 
 
+def _data_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+    top = command(
+        data,
+        "prepare training data: the target's own answers, or its features on disk",
+        "dflash data regenerate --target Qwen/Qwen3.6-27B --prompts prompts.jsonl --out answers.jsonl "
+        "--server http://localhost:8000",
+    )
+    kinds = top.add_subparsers(dest="what", required=True, metavar="regenerate|capture")
+    sub = kinds.add_parser(
+        "regenerate",
+        help="let the target answer prompts; may be killed and started again",
+        description="Let the target answer prompts, every user turn of a conversation in order.",
+        epilog="example:\n  dflash data regenerate --target my/model --prompts prompts.jsonl --out answers.jsonl",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    sub.add_argument("--target", required=True, metavar="MODEL", help="hub id, folder or package:NAME/FILE")
+    sub.add_argument("--prompts", nargs="+", required=True, metavar="FILE", help="conversations, as in data.train")
+    sub.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSONL to write, or to go on with")
+    sub.add_argument("--server", metavar="URL", help="OpenAI-compatible server that runs the target; default: here")
+    sub.add_argument("--model", metavar="NAME", help="what the server calls it; default: the first it lists")
+    sub.add_argument("--max-new-tokens", type=_count, default=1024, metavar="N", help="per answer (%(default)s)")
+    sub.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0 is greedy (%(default)s)")
+    sub.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus, on servers only (%(default)s)")
+    sub.add_argument(
+        "--enable-thinking", action=argparse.BooleanOptionalAction, help="passed to the chat template; as later in use"
+    )
+    sub.add_argument("--batch-size", type=_count, default=32, metavar="N", help="answers at once, here (%(default)s)")
+    sub.add_argument("--concurrency", type=_count, default=64, metavar="N", help="requests at once (%(default)s)")
+    sub.add_argument(
+        "--timeout", type=float, default=600.0, dest="timeout_s", metavar="S",
+        help="longest silence of the server within one request, in seconds (%(default)s)",
+    )  # fmt: skip
+    sub.add_argument("--samples", type=_count, metavar="N", help="the first N rows only")
+    sub.add_argument("--seed", type=int, default=0, help="of sampling (%(default)s)")
+    sub.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda:0 if there is one, else cpu")
+    sub.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16 on a GPU, float32 on a CPU")
+    sub = kinds.add_parser(
+        "capture",
+        help="keep the target's features of a config's data on disk, to train without the target in memory",
+        description="Capture the context features and labels that a config trains on. May be killed and started again.",
+        epilog="example:\n  dflash data capture configs/smollm2.yaml --out features/smollm2",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    sub.add_argument("config", type=Path, metavar="CONFIG", help="YAML file of the training")
+    sub.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a key of the file, value in YAML")
+    sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to fill; then data.features=DIR")
+
+
+def _add_machines(sub: argparse.ArgumentParser) -> None:
+    """As torchrun names them."""
+    sub.add_argument("--nnodes", type=_count, default=1, metavar="N", help="machines of the run (%(default)s)")
+    sub.add_argument("--node-rank", type=int, default=0, metavar="N", help="which of them this one is (%(default)s)")
+    sub.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where they meet: machine 0, and a free port there")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dflash", description=dflash.__doc__)
     parser.add_argument("--version", action="version", version=f"dflash {dflash.__version__}")
@@ -169,6 +295,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="print the resolved config, placement, memory and disk estimate, and stop",
     )
+    _add_machines(sub)
     sub = command(
         resume,
         "continue a run from its newest complete checkpoint, exactly",
@@ -178,6 +305,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "overrides", nargs="*", metavar="key=value", help="replaces a key of placement, log, checkpoint or eval"
     )
+    _add_machines(sub)
     sub = command(
         eval_,
         "measure a drafter: accepted length, speed against the target alone, losslessness",
@@ -255,18 +383,67 @@ def _parser() -> argparse.ArgumentParser:
         "--reference", nargs="+", default=[], metavar="FILE", help="logs or milestones to set beside the runs"
     )
     sub.add_argument("--json", type=Path, metavar="OUT", help="write all figures there too")
+    sub.add_argument("--plot", type=Path, metavar="OUT", help="draw the curves: FILE.png or FILE.svg")
+    sub.add_argument("--html", type=Path, metavar="OUT", help="write one page with tables and curves")
+    sub = command(
+        status,
+        "show one screen of a run in progress: step, rates, figures, verdict, time left",
+        "dflash status runs/qwen27b --watch",
+    )
+    sub.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of the run")
+    sub.add_argument("--watch", action="store_true", help="again every 5 seconds, until Ctrl-C")
+    sub = command(
+        check,
+        "read data and target as training would, and say what is wrong before it starts",
+        "dflash check configs/qwen27b.yaml 'data.train=[my/answers.jsonl]'",
+    )
+    sub.add_argument("config", type=Path, metavar="CONFIG", help="YAML file, as for train")
+    sub.add_argument("overrides", nargs="*", metavar="key=value", help="as for train")
+    _data_commands(command)
+    sub = command(
+        export,
+        "write a drafter for vLLM, SGLang and others: bf16 weights, config, model card",
+        "dflash export runs/qwen27b --format published --out qwen27b-dflash",
+    )
+    sub.add_argument("drafter", metavar="DRAFTER", help="folder of a run, a checkpoint or a drafter, or a hub id")
+    sub.add_argument(
+        "--format",
+        choices=["published", "speculators"],
+        default="published",
+        help="published: as the z-lab drafters, read by vLLM, SGLang and SpecForge; speculators: of vLLM's library of "
+        "that name; default: %(default)s",
+    )
+    sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make")
+    sub.add_argument("--target", metavar="MODEL", help="hub id, folder or package:NAME/FILE; default: the run's")
+    sub = command(
+        import_,
+        "copy a released drafter, of either format, into a folder of our own layout",
+        "dflash import z-lab/Qwen3.6-27B-DFlash --out drafters/qwen27b",
+    )
+    sub.add_argument("drafter", metavar="FOLDER", help="folder or hub id of a drafter")
+    sub.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make")
     sub = command(
         bench,
         "measure the speed of a part, on synthetic data of a real shape",
-        "dflash bench step --shape qwen27b --anchors 512 --peer specforge",
+        "dflash bench step --shape qwen27b --anchors 512 --peer",
     )
-    sub.add_argument("part", choices=["step"], help="step: one optimizer step of the drafter as training runs it")
+    sub.add_argument(
+        "part", choices=["step", "capture", "pipeline"],
+        help="step: one optimizer step of the drafter as training runs it; capture: features and labels of the target; "
+        "pipeline: both in turns on one device, and the stream between two processes",
+    )  # fmt: skip
     sub.add_argument("--shape", choices=["qwen27b", "smollm2", "tiny"], default="qwen27b", help="default: %(default)s")
     sub.add_argument("--tokens", type=_count, default=3072, metavar="N", help="of the micro-batch (%(default)s)")
     sub.add_argument("--anchors", type=_count, default=512, metavar="N", help="of the micro-batch (%(default)s)")
-    sub.add_argument("--accumulation", type=_count, default=1, metavar="N", help="micro-batches a step (%(default)s)")
-    sub.add_argument("--steps", type=_count, default=10, metavar="N", help="timed after a warm-up (%(default)s)")
-    sub.add_argument("--peer", choices=["specforge"], help="the same work by a peer that is installed, in the same run")
+    sub.add_argument("--accumulation", type=_count, default=1, metavar="N", help="step: micro-batches (%(default)s)")
+    sub.add_argument("--rows", type=_count, default=4, metavar="N", help="capture: documents in a batch (%(default)s)")
+    sub.add_argument("--length", type=_count, default=4096, metavar="N", help="capture: tokens in each (%(default)s)")
+    sub.add_argument("--layers", type=_count, metavar="N", help="capture, pipeline: cut the target to so many layers")
+    sub.add_argument("--repeats", type=_count, default=10, metavar="N", help="timed after a warm-up (%(default)s)")
+    sub.add_argument(
+        "--peer", action="store_true",
+        help="the same work in the same run by SpecForge, if installed (step), or by plain transformers (capture)",
+    )  # fmt: skip
     sub.add_argument("--device", help="default: cuda:0 if there is one, else cpu")
     sub.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16 on a GPU, float32 on a CPU")
     sub.add_argument("--json", type=Path, metavar="OUT", help="write the figures there too")

@@ -55,7 +55,7 @@ class TargetConfig:
 
 @dataclass(kw_only=True)
 class PlacementConfig:
-    """Which devices do what. The last four keys concern several processes, which ``train`` refuses yet."""
+    """Which devices do what (docs/placement.md). The last four keys concern runs of several processes."""
 
     target: Texts = field(default_factory=lambda: ["cuda:0"])
     """Devices that serve the target: ``cpu``, ``cuda:N``, or ``NODE/cuda:N`` over several machines."""
