@@ -1,6 +1,7 @@
 """The figures that benchmarks divide by: FLOPs against torch's own counter, visible pairs against the dense mask."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,8 +9,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from dflash import cli
+from dflash.bench import capture, pipeline
 from dflash.bench.peers import PeerError
-from dflash.bench.shapes import SHAPES, step_flops, visible_pairs
+from dflash.bench.shapes import SHAPES, capture_flops, step_flops, target_config, visible_pairs
 from dflash.bench.step import bench, build, flops, table
 from dflash.data.batches import sample_anchors
 from dflash.model.mask import attention_masks
@@ -66,10 +68,58 @@ def test_a_missing_peer_is_named_before_anything_is_measured():
 
 def test_the_command_prints_and_writes_what_was_measured(tmp_path, capsys):
     out = tmp_path / "step.json"
-    argv = ["bench", "step", "--shape", "tiny", "--tokens", "64", "--anchors", "4", "--steps", "1", "--device", "cpu"]
+    argv = ["bench", "step", "--shape", "tiny", "--tokens", "64", "--anchors", "4", "--repeats", "1", "--device", "cpu"]
     assert cli.main([*argv, "--json", str(out)]) == 0
     result = json.loads(out.read_text())
     assert f"{result['s_per_step']:.4f} s a step" in capsys.readouterr().out
     assert (result["tokens"], result["dtype"]) == (64, "float32")
-    assert cli.main([*argv, "--peer", "specforge"]) == 1
+    assert cli.main([*argv, "--peer"]) == 1
     assert "specforge is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shape", ["tiny", "smollm2"])
+def test_capture_flops_are_those_that_torch_counts(shape):
+    """Products only: torch counts every pair of causal attention, and the plain delta rule by its chunks."""
+    module = capture.random_target(shape, 4, CPU, torch.float32)
+    length = 24
+    with FlopCounterMode(display=False) as counter:
+        module(torch.randint(0, 500, (1, length)), use_cache=False)
+    counted = counter.get_flop_counts()["Global"]
+    mm = sum(value for op, value in counted.items() if str(op) in ("aten.mm", "aten.addmm"))
+    products = sum(p.numel() for p in capture._products(module))
+    assert 2 * length * products == mm
+    config, kinds = module.config, target_config(shape, 4)
+    kinds = getattr(kinds, "layer_types", None) or ["full_attention"] * 4
+    pairs = sum(min(i, j) == j for i in range(length) for j in range(length))  # j may be seen by i
+    attention = kinds.count("full_attention") * 4 * config.hidden_size * pairs
+    linear = kinds.count("linear_attention") * length * 2 * 3 * 4 * 16 * 16
+    assert capture_flops(config, length, products) == mm + attention + linear
+
+
+def test_the_missions_target_is_the_one_of_its_config_file():
+    told = json.loads((Path(__file__).parents[1] / "configs/targets/qwen3.6-27b.json").read_text())
+    ours = target_config("qwen27b").to_dict()
+    full = [i for i, kind in enumerate(ours["layer_types"]) if kind == "full_attention"]
+    assert full == [i for i in range(64) if (i + 1) % told["full_attention_interval"] == 0]
+    same = told.keys() - {"architectures", "dtype", "eos_token_id", "pad_token_id", "full_attention_interval"}
+    assert {k: ours[k] for k in same} == {k: told[k] for k in same}
+
+
+def test_capture_bench_agrees_with_plain_transformers():
+    result = capture.bench("tiny", rows=2, length=30, repeats=1, device=CPU, dtype=torch.float32, peer=True)
+    assert result["features_differ"] < 1e-6 and result["labels_equal"] == 1
+    assert result["ratio"] == pytest.approx(result["tokens_per_s"] / result["plain"]["tokens_per_s"])
+    assert f"{result['tokens_per_s']:,.0f} tokens/s" in capture.table(result)
+
+
+def test_pipeline_bench_measures_both_ways_of_bringing_the_sides_together(tmp_path, capsys):
+    out = tmp_path / "pipeline.json"
+    sizes = ["--shape", "tiny", "--tokens", "64", "--anchors", "4", "--repeats", "2", "--device", "cpu"]
+    assert cli.main(["bench", "pipeline", *sizes, "--json", str(out)]) == 0
+    result = json.loads(out.read_text())
+    parts = result["capture_s"] + result["step_s"]
+    assert result["over_parts"] == pytest.approx(result["both_s"] / parts)
+    stream = result["stream"]
+    assert stream["bytes"] == 64 * (3 * 64 * 4 + 4)  # features of three layers and a label
+    assert stream["over_transfer"] == pytest.approx(stream["stream_s"] / stream["transfer_s"])
+    assert f"{stream['over_transfer']:.3f} of its bytes' transfer" in capsys.readouterr().out

@@ -63,8 +63,8 @@ def test_compiled_step_equals_the_cpus():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [50, 9001])
-def test_head_kernel_equals_the_plain_reading_of_logits(dtype, vocab):
-    head_kernel = pytest.importorskip("dflash.head_kernel")
+def test_loss_kernel_equals_the_plain_reading_of_logits(dtype, vocab):
+    kernels = pytest.importorskip("dflash.kernels")
     g = torch.Generator("cuda").manual_seed(0)
     logits = (torch.randn(33, vocab, generator=g, device="cuda") * 3).to(dtype)
     label = torch.randint(0, vocab, (33,), generator=g, device="cuda")
@@ -72,8 +72,8 @@ def test_head_kernel_equals_the_plain_reading_of_logits(dtype, vocab):
     logits[8, label[8]] = 60.0  # all but sure: the slope is the rest of the probability
     weight = torch.rand(33, generator=g, device="cuda")
     want = read_logits(logits.clone(), label, weight, slope=True)
-    assert torch.equal(head_kernel.read_logits(logits.clone(), label, weight, slope=False)[2], logits)
-    got = head_kernel.read_logits(logits, label, weight, slope=True)
+    assert torch.equal(kernels.read_logits(logits.clone(), label, weight, slope=False)[2], logits)
+    got = kernels.read_logits(logits, label, weight, slope=True)
     assert torch.allclose(got[0], want[0], atol=1e-5, rtol=1e-5)
     assert torch.equal(got[1], want[1])
     step = torch.finfo(dtype).eps  # of rounding to the logits' dtype; fp32 sums in another order

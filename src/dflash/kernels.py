@@ -1,7 +1,12 @@
-"""Triton kernel of the frozen-head loss: one visit to a chunk of logits, which become their own gradient.
+"""Triton kernels, for where PyTorch's own pieces leave more than a tenth of the memory's speed on the table.
 
-PyTorch's compiler reads such a chunk five times; at 7,680 slots of 248,320 tokens that is 12 ms of a step, this 3.
-Imported only where Triton is installed and the device is a GPU; :mod:`dflash.loss` holds the plain reference.
+* :func:`read_logits`: one visit to a chunk of logits, which become their own gradient. PyTorch's compiler reads such a
+  chunk five times: 12 ms of a step at 7,680 slots of 248,320 tokens, this 7. Plain reference: :mod:`dflash.loss`.
+* :func:`adamw`: reads weight, gradient and both moments once and writes three of them, 28 bytes a parameter: 11.6 ms
+  for the 1.73 billion of the 27B drafter on an H200. The library's fused kernel, which writes the scaled gradients
+  back too, takes 16.5 ms. Plain reference: ``torch.optim.AdamW``.
+
+Imported only where :mod:`dflash.fast` found that Triton works.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096
+LOGITS_BLOCK, ADAMW_BLOCK = 4096, 1024
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -60,5 +65,38 @@ def read_logits(logits: Tensor, label: Tensor, weight: Tensor, *, slope: bool) -
     ce = torch.empty(rows, dtype=torch.float32, device=logits.device)
     rank = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
-        _read_rows[(rows,)](logits, label, weight, ce, rank, vocab, SLOPE=slope, BLOCK=BLOCK, num_warps=16)
+        _read_rows[(rows,)](logits, label, weight, ce, rank, vocab, SLOPE=slope, BLOCK=LOGITS_BLOCK, num_warps=16)
     return ce, rank, logits
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _adamw(weight, grad, mean, square, scalars, count, beta1, beta2, eps, decay, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    if tl.load(scalars) > 0:
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < count
+        g = tl.load(grad + at, mask=inside) * tl.load(scalars + 1)
+        m = beta1 * tl.load(mean + at, mask=inside) + (1 - beta1) * g
+        v = beta2 * tl.load(square + at, mask=inside) + (1 - beta2) * g * g
+        tl.store(mean + at, m, mask=inside)
+        tl.store(square + at, v, mask=inside)
+        kept = tl.load(weight + at, mask=inside) * decay
+        change = tl.load(scalars + 2) * m / (tl.sqrt(v) * tl.load(scalars + 3) + eps)
+        tl.store(weight + at, kept - change, mask=inside)
+
+
+def adamw(
+    weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, scalars: Tensor, beta1: float, beta2: float, eps: float,
+    decay: float,
+) -> None:  # fmt: skip
+    """One AdamW step of one parameter, in place.
+
+    Args:
+        weight, grad, mean, square: fp32, contiguous, of one shape.
+        scalars: fp32 [4] on the device: 0 to leave everything as it is, 1 over the gradient's divisor,
+            lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t).
+        decay: 1 - lr * weight_decay.
+    """
+    count = weight.numel()
+    _adamw[(triton.cdiv(count, ADAMW_BLOCK),)](
+        weight, grad, mean, square, scalars, count, beta1, beta2, eps, decay, BLOCK=ADAMW_BLOCK
+    )

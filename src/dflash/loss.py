@@ -10,14 +10,14 @@ Shape letters: M scored slots, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from dflash import fast
 
 CHUNK_BYTES = 1 << 28  # of one fp32 logits chunk; on a CPU several of that size are alive at the peak
 
@@ -36,7 +36,7 @@ class HeadLoss(NamedTuple):
 def read_logits(logits: Tensor, label: Tensor, weight: Tensor, *, slope: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Of one chunk [m, V]: cross-entropy [m], label rank [m], and ``weight * (softmax - onehot)`` in the logits' dtype.
 
-    The plain reference of :mod:`dflash.head_kernel`, and what a CPU runs. ``slope`` False: no gradient is wanted.
+    The reference of :func:`dflash.kernels.read_logits`, and what a CPU runs. ``slope`` False: no gradient is wanted.
     """
     token, label = torch.arange(logits.shape[1], device=logits.device), label[:, None]
     scores = logits.float()
@@ -53,13 +53,8 @@ def read_logits(logits: Tensor, label: Tensor, weight: Tensor, *, slope: bool) -
     return ce, rank, gradient
 
 
-@cache
-def _reader(on_gpu: bool) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    if on_gpu and importlib.util.find_spec("triton"):
-        from dflash import head_kernel
-
-        return head_kernel.read_logits
-    return read_logits
+def _reader(device: torch.device) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    return cast(Any, fast.kernels().read_logits if fast.uses(fast.KERNELS, device) else read_logits)
 
 
 class _FrozenHeadLoss(torch.autograd.Function):
@@ -76,7 +71,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
         grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         ce = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         rank = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
-        read = _reader(hidden.is_cuda)
+        read = _reader(hidden.device)
         for start in range(0, hidden.shape[0], rows):
             part = slice(start, start + rows)
             logits = F.linear(hidden[part].to(head_weight.dtype), head_weight, head_bias)

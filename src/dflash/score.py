@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dflash import fast
 from dflash.loss import HeadLoss, frozen_head_loss
 from dflash.metrics import ranks_by_slot
 from dflash.model import Blocks, DFlashDraftModel, attention_masks, make_blocks
@@ -76,7 +77,7 @@ def draft_blocks(
     )  # fmt: skip
     masks = attention_masks(
         config.layer_types, config.sliding_window, size, features.seq, features.pos, blocks.seq_N,
-        blocks.anchor_pos_N, flex=context_TF.is_cuda,
+        blocks.anchor_pos_N, flex=fast.uses(fast.COMPILED, context_TF.device),
     )  # fmt: skip
     with torch.no_grad():
         embeds = borrowed.embed(blocks.input_ids_NK.flatten()[None])

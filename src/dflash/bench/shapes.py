@@ -52,6 +52,54 @@ SHAPES = {
 }
 
 
+def target_config(name: str, layers: int | None = None) -> Any:
+    """The target's transformers config, for random weights of its shape.
+
+    Args:
+        layers: cut to so many decoder layers, which keeps the rate per layer; None: all.
+    """
+    from transformers import LlamaConfig
+    from transformers.models.qwen3_5 import Qwen3_5TextConfig
+
+    s = SHAPES[name]
+    sizes: dict[str, Any] = {
+        "vocab_size": s.vocab_size, "hidden_size": s.hidden_size, "intermediate_size": s.intermediate_size,
+        "num_hidden_layers": layers or s.target_layers, "max_position_embeddings": 262_144,
+    }  # fmt: skip
+    if name == "smollm2":
+        return LlamaConfig(
+            **sizes, num_attention_heads=s.heads, num_key_value_heads=s.kv_heads, tie_word_embeddings=True
+        )
+    heads = (24, 4, 256, 16, 48, 128) if name == "qwen27b" else (4, 2, 16, 2, 4, 16)
+    keys = ("num_attention_heads", "num_key_value_heads", "head_dim", "linear_num_key_heads", "linear_num_value_heads")
+    width = heads[-1]
+    return Qwen3_5TextConfig(
+        **sizes, **dict(zip(keys, heads, strict=False)), linear_key_head_dim=width, linear_value_head_dim=width,
+        linear_conv_kernel_dim=4, full_attention_interval=4, tie_word_embeddings=False,
+        rope_parameters={
+            "rope_type": "default", "rope_theta": 10_000_000, "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10] if name == "qwen27b" else [1, 1, 0], "mrope_interleaved": True,
+        },
+    )  # fmt: skip
+
+
+def capture_flops(config: Any, length: int, products: int) -> float:
+    """Model FLOPs of one document through the target and its head, labels at every position.
+
+    Args:
+        config: of the target.
+        products: parameters of matrix products, the head's included.
+    """
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    full = kinds.count("full_attention") * config.num_attention_heads * head_dim * length * (length + 1) / 2
+    linear = 0.0
+    if "linear_attention" in kinds:  # a state of keys by values per head: decayed, read, written and read again
+        state = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
+        linear = kinds.count("linear_attention") * length * 3 * state
+    return 2.0 * (length * products + 2 * full + linear)
+
+
 def step_flops(config: Any, tokens: int, anchor_pos_N: np.ndarray, counted_slots: int) -> float:
     """Model FLOPs of one drafter step: what the mathematics needs, recomputation and padding not counted.
 

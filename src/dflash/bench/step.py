@@ -21,6 +21,7 @@ from dflash.config import Config, DataConfig, DrafterConfig, PlacementConfig, Ta
 from dflash.data.batches import Batch, sample_anchors
 from dflash.model import DFlashDraftModel
 from dflash.target.features import TargetFeatures
+from dflash.train.probe import choose_paths
 from dflash.train.trainer import Trainer
 
 PROMPT = 0.25
@@ -123,7 +124,8 @@ def bench(
         peers.require("specforge")
     trainer = build(sizes, tokens, anchors, device, dtype, accumulation)
     work = flops(trainer, 4)
-    own = _timed((partial(trainer.one_step, n) for n in itertools.count(1)), steps, device)
+    choose_paths(trainer)
+    own = timed((partial(trainer.one_step, n) for n in itertools.count(1)), steps, device)
     out: dict[str, Any] = {
         "shape": shape, "tokens": tokens, "anchors": anchors, "accumulation": accumulation,
         "dtype": str(dtype).removeprefix("torch."), "tflop": work / 1e12, **own,
@@ -134,12 +136,12 @@ def bench(
         del trainer
         gc.collect()
         theirs = peer_step(sizes, tokens, anchors, int(PROMPT * tokens), device, dtype)
-        out["specforge"] = _timed(itertools.repeat(theirs), steps, device) | {"version": peers.version("specforge")}
+        out["specforge"] = timed(itertools.repeat(theirs), steps, device) | {"version": peers.version("specforge")}
         out["ratio"] = own["s_per_step"] / out["specforge"]["s_per_step"]
     return out
 
 
-def _timed(work: Iterable[Callable[[], Any]], steps: int, device: torch.device) -> dict[str, float]:
+def timed(work: Iterable[Callable[[], Any]], steps: int, device: torch.device) -> dict[str, float]:
     """Each call is waited for, so nothing of a step is left to the next one's time."""
     on_gpu = device.type == "cuda"
 
