@@ -58,7 +58,9 @@ def test_one_alert_per_episode(whole):
     assert first_regression["slopes"]["accuracy"] < 0 < first_regression["slopes"]["loss"]
 
 
-@pytest.mark.parametrize("killed,checkpoint", [(1, 0), (199, 150), (1950, 1900), (2600, 2500), (4900, 4600), (5990, 5987)])
+@pytest.mark.parametrize(
+    "killed,checkpoint", [(1, 0), (199, 150), (1950, 1900), (2600, 2500), (4900, 4600), (5990, 5987)]
+)
 def test_a_resume_raises_the_alerts_of_a_run_never_killed(whole, tmp_path, killed, checkpoint):
     path, all_lines = tmp_path / "metrics.jsonl", list(lines())
     write(path, all_lines[:killed])
@@ -70,7 +72,9 @@ def test_a_resume_raises_the_alerts_of_a_run_never_killed(whole, tmp_path, kille
 
 def test_the_verdict_runs_every_tenth_of_the_window_only(tmp_path, monkeypatch):
     calls = []
-    monkeypatch.setattr(watch, "verdict", lambda series, window: calls.append(len(series)) or trend.verdict(series, window))
+    monkeypatch.setattr(
+        watch, "verdict", lambda series, window: calls.append(len(series)) or trend.verdict(series, window)
+    )
     write(tmp_path / "metrics.jsonl", list(lines())[:400])
     assert calls == list(range(20, 401, 20))
 

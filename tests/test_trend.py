@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from dflash.report import trend
+from dflash.report.episode import CHECKS, Episode
 from dflash.report.series import Series, read_series
-from dflash.report.trend import METRICS, Episode, Verdict, verdict
+from dflash.report.trend import METRICS, Verdict, verdict
 
 LEVEL = dict(
     loss=1.6, accuracy=0.26, top4_acc=0.45, top8_acc=0.54, avg_streak=1.25, ddtree_streak4=2.7, ddtree_streak8=3.7
@@ -263,15 +264,55 @@ def test_learning_rate_phases() -> None:
 
 def test_an_alert_once_per_episode() -> None:
     def alerts(*states: str, lr_phase: str = "decay") -> list[int]:
-        episode = Episode()
-        verdicts = [Verdict(state, i, "", None, lr_phase=lr_phase) for i, state in enumerate(states)]  # type: ignore[arg-type]
-        return [judged.step for judged in verdicts if episode.update(judged)]
+        """Each state holds for as many checks as it takes, one check a state in capitals; numbers are of states."""
+        episode, due = Episode(), []
+        for i, state in enumerate(states):
+            for _ in range(1 if state.isupper() else CHECKS + 1):
+                judged = Verdict(state.lower(), i, "", None, lr_phase=lr_phase)  # type: ignore[arg-type]
+                due += [i] if episode.update(judged) else []
+        return due
 
     assert alerts("too short to say", "improving", "flat", "flat", "improving", "flat") == [2, 5]
     assert alerts("improving", "regressing", "regressing", "improving", "regressing") == [1, 4]
     assert alerts("flat", "regressing", "flat", "regressing", "flat") == [0, 1]  # one episode, made worse once
     assert alerts("flat", "flat", lr_phase="end") == []
     assert alerts("flat", "regressing", "regressing", lr_phase="end") == [1]
+    # What a single check says, and unsays, is no news; nor does it end an episode.
+    assert alerts("improving", "FLAT", "improving", "REGRESSING", "improving", "TOO SHORT TO SAY") == []
+    assert alerts("flat", "IMPROVING", "flat", "REGRESSING", "flat") == [0]
+
+
+def test_a_plain_verdict_is_news_at_once() -> None:
+    def first(log: Series) -> tuple[int, str]:
+        episode = Episode()
+        for step in range(250, len(log) + 1, 250):
+            judged = verdict(log.until(step))
+            if episode.update(judged):
+                return step, judged.state
+        return 0, ""
+
+    step, state = first(simulated(0, lambda step, rng: np.where(step < 5000, 0.0, -0.05), n=8000))
+    assert state == "flat" and step == 5000  # a plateau takes its time: 2,500 to be judged, 2,500 to hold
+    step, state = first(simulated(0, lambda step, rng: 0.004 * step / 1000 - 0.05 * (step >= 5000), n=8000))
+    assert state == "regressing" and 5000 < step <= 5500
+    step, state = first(simulated(0, lambda step, rng: 0.004 * (5000 - np.abs(step - 5000)) / 1000, n=12_000))
+    assert state == "regressing" and 5000 < step <= 9000
+
+
+@pytest.mark.slow
+def test_alerts_over_whole_runs() -> None:
+    """Of 200 runs of 20,000 steps, asked 80 times each, how many raise an alert that is not true."""
+
+    def alerts(truth: Callable[[np.ndarray, np.random.Generator], np.ndarray], seed: int) -> list[str]:
+        log, episode, raised = simulated(1000 + seed, truth, n=20_000), Episode(), []
+        for step in range(250, 20_001, 250):
+            judged = verdict(log.until(step))
+            raised += [judged.state] if episode.update(judged) else []
+        return raised
+
+    assert sum(alerts(slope(0.0), seed) != ["flat"] for seed in range(200)) <= 10
+    for rate in (0.001, 0.004):
+        assert sum(bool(alerts(slope(rate), seed)) for seed in range(200)) <= 10
 
 
 def test_the_first_run_would_have_raised_few_alerts() -> None:

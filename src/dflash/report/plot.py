@@ -35,6 +35,8 @@ class Panel(NamedTuple):
     title: str
     metrics: tuple[tuple[str, str], ...]
     is_smooth: bool = True
+    from_zero: bool = False
+    """For rates, whose wobble would otherwise fill the axes."""
 
 
 PANELS = (
@@ -43,10 +45,10 @@ PANELS = (
     Panel("loss", (("loss", ""),)),
     Panel("streak (points: evaluation's)", (("avg_streak", ""),)),
     Panel("streak of trees with 4, 8 a depth", (("ddtree_streak8", "8"), ("ddtree_streak4", "4"))),
-    Panel("tokens/s", (("tokens_per_s", ""),)),
+    Panel("tokens/s", (("tokens_per_s", ""),), from_zero=True),
     Panel("learning rate", (("lr", ""),), is_smooth=False),
     Panel("noise, of the features' RMS", (("noise_std", ""),), is_smooth=False),
-    Panel("share of time waiting for features", (("waiting", ""),)),
+    Panel("share of time waiting for features", (("waiting", ""),), from_zero=True),
 )
 COLUMNS = 3
 
@@ -71,7 +73,7 @@ def save(runs: Sequence[Run], references: dict[str, Series], window: int, out: P
     """
     require(out)
     try:
-        figure(runs, references, window).savefig(out, dpi=150, metadata=_undated(out.suffix.lower()))
+        _write(figure(runs, references, window), out, out.suffix.lower()[1:])
     except OSError as error:
         raise ReportError(f"{out} cannot be written: {error.strerror}") from None
 
@@ -80,13 +82,17 @@ def svg(runs: Sequence[Run], references: dict[str, Series], window: int) -> str:
     """The figure as an ``<svg>`` element for a page."""
     require(None)
     text = io.StringIO()
-    figure(runs, references, window).savefig(text, format="svg", metadata=_undated(".svg"))
+    _write(figure(runs, references, window), text, "svg")
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
-def _undated(suffix: str) -> dict[str, Any]:
-    """The same log gives the same file."""
-    return {"Date": None} if suffix == ".svg" else {"Software": None}
+def _write(drawn: Figure, out: Path | io.StringIO, kind: str) -> None:
+    """The same log gives the same file: no date, and ids within an SVG that are not drawn at random. Nor an address."""
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": "dflash"}):
+        undated = dict.fromkeys(("Date", "Creator", "Format", "Type") if kind == "svg" else ("Software",))
+        drawn.savefig(out, format=kind, dpi=150, metadata=undated)
 
 
 def figure(runs: Sequence[Run], references: dict[str, Series], window: int) -> Figure:
@@ -99,7 +105,7 @@ def figure(runs: Sequence[Run], references: dict[str, Series], window: int) -> F
     style: dict[Any, Any] = {
         "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
         "grid.color": "#e6e6e6", "axes.edgecolor": "#888888", "axes.titlesize": 9.5, "axes.titlelocation": "left",
-        "axes.formatter.limits": (-5, 6), "svg.hashsalt": "dflash",
+        "axes.formatter.limits": (-5, 6),
     }  # fmt: skip
     with matplotlib.rc_context(style):
         fig = Figure(figsize=(12, 2.7 * rows + 0.6), layout="constrained")
@@ -169,6 +175,8 @@ def _draw(axes: Axes, panel: Panel, runs: Sequence[Run], references: dict[str, S
             axes.axvline(alert["step"], color="#b00020", linestyle=":", linewidth=1.1)
     if panel.is_smooth:
         _limit(axes, shown)
+    if panel.from_zero:
+        axes.set_ylim(bottom=0.0)
     if panel.metrics[0][0] == "waiting":
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
 

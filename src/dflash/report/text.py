@@ -299,7 +299,10 @@ def _rule(title: str) -> str:
 
 def wrap(text: str, lead: str = "") -> list[str]:
     """Lines of :data:`WIDTH` at most, the first after ``lead``, the others under it."""
-    return textwrap.wrap(text, WIDTH, initial_indent=lead, subsequent_indent=" " * len(lead)) or [lead]
+    # Not at hyphens: paths that fit stay whole, so that they can be copied.
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=lead, subsequent_indent=" " * len(lead), break_on_hyphens=False
+    ) or [lead]
 
 
 def _print(text: str) -> None:

@@ -53,6 +53,8 @@ class Trend:
     high: float
     t: float
     """Slope over its standard error; positive is better, for a loss too."""
+    recent_t: float
+    """The same over the last ``window`` entries alone; where these decided, they are what all the figures are of."""
     entries: int
     first_step: int
     last_step: int
@@ -172,12 +174,13 @@ def verdict(series: Series, window: int = WINDOW) -> Verdict:
     columns = {key: series.column(key)[at] for key in keys}
     units = {key: _in_noise(key, column) for key, column in columns.items()}
     columns = {key: np.where(np.isfinite(units[key]), column, np.nan) for key, column in columns.items()}
-    judged = ((key, _judge(key, steps, columns[key], window)) for key in keys)
-    metrics = {key: trend for key, trend in judged if trend is not None}
     together = _pool([units[key] for key in keys])
     pooled = _judge("all", steps, together, window)
     if pooled is None:
         return Verdict("too short to say", step, "too short to say: too few finite values", None, lr_phase=phase)
+    since = steps >= pooled.first_step
+    judged = ((key, _judge(key, steps[since], columns[key][since], window)) for key in keys)
+    metrics = {key: trend for key, trend in judged if trend is not None}
     accepted = [units[key] for key in keys if key in ACCEPTANCE]
     acceptance = _judge("acceptance", steps, _pool(accepted), window) if 0 < len(accepted) < len(keys) else None
     cliffs = find_cliffs(series.step[at], columns, together, max(window // 25, 5))
@@ -234,12 +237,15 @@ def _judge(key: str, steps: NDArray[np.int64], column: Floats, window: int) -> T
     state: State = "flat"
     if abs(t) > TREND_99:
         state = "improving" if t > 0 else "regressing"
-    recent = sign * _ratio(*slope_and_error(steps[-window:], column[-window:]))
-    if abs(recent) > TREND_999:
-        state = "improving" if recent > 0 else "regressing"
+    recent_slope, recent_error = slope_and_error(steps[-window:], column[-window:])
+    recent = sign * _ratio(recent_slope, recent_error)
+    recent_state: State = "improving" if recent > 0 else "regressing"
+    if abs(recent) > TREND_999 and recent_state != state:
+        # The figures are of the entries that decide: after a turn the longer slope still points the other way.
+        state, slope, error, t, steps = recent_state, recent_slope, recent_error, recent, steps[-window:]
     half = TREND_95 * error
     low, high = 1e3 * (slope - half), 1e3 * (slope + half)
-    return Trend(key, state, 1e3 * slope, low, high, t, len(steps), int(steps[0]), int(steps[-1]))
+    return Trend(key, state, 1e3 * slope, low, high, t, recent, len(steps), int(steps[0]), int(steps[-1]))
 
 
 def find_cliffs(steps: NDArray[np.int64], columns: dict[str, Floats], together: Floats, reach: int) -> list[Cliff]:
@@ -351,26 +357,3 @@ def _sentence(state: State, pooled: Trend, metrics: dict[str, Trend], cliffs: Se
     if state == "regressing" and not lost and loss is not None and loss.state == "improving":
         text += "; the loss does not show it"
     return text
-
-
-# --- alerts -----------------------------------------------------------------------------------------------------------
-
-
-class Episode:
-    """Which verdicts are news. A regression or a plateau is one episode, reported when it begins and once more if a
-    plateau becomes a regression; the next one begins only after the run improved again. A plateau at the end of the
-    learning rate is what is wanted there."""
-
-    def __init__(self) -> None:
-        self._reported: set[State] = set()
-
-    def update(self, verdict: Verdict) -> bool:
-        """True if an alert is due for this verdict, the newest of the run."""
-        if verdict.state in ("improving", "too short to say"):
-            self._reported.clear()
-            return False
-        if verdict.state == "flat" and (verdict.lr_phase == "end" or self._reported):
-            return False
-        is_news = verdict.state not in self._reported
-        self._reported.add(verdict.state)
-        return is_news

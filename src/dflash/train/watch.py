@@ -13,9 +13,10 @@ import torch
 from tqdm import tqdm
 
 from dflash.bench.shapes import H200_PEAK
+from dflash.report.episode import CHECKS, Episode, is_plain
 from dflash.report.series import Series, read_series
 from dflash.report.status import duration
-from dflash.report.trend import CHECKS, METRICS, Episode, Verdict, is_plain, verdict
+from dflash.report.trend import METRICS, Verdict, verdict
 from dflash.train.log import log
 
 LINE_EVERY_S = 30.0
@@ -27,7 +28,7 @@ AVERAGED = ("loss", "accuracy", "avg_streak", "step_s", "feature_wait_s")
 class Alerts:
     """The verdict of ``dflash report`` over what has been logged, :data:`CHECKS` times a window.
 
-    A regression or a plateau is told once, when it begins (see :class:`dflash.report.trend.Episode`). All of it follows
+    A regression or a plateau is told once (see :class:`dflash.report.episode.Episode`). All of it follows
     from the logged lines alone, so that a resumed run raises the alerts that an uninterrupted one would have.
 
     Args:

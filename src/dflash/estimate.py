@@ -91,7 +91,7 @@ def target_parameters(target_config: Any) -> int:
         mlp = experts * width * (3 * get("moe_intermediate_size", get("intermediate_size")) + 1)
         mlp += width * (3 * shared + 1) if shared else 0
 
-    linear_layers = _layer_kinds(config, depth).count("linear_attention")
+    linear_layers = layer_kinds(config, depth).count("linear_attention")
     layers = linear_layers * linear + (depth - linear_layers) * full + depth * (mlp + 2 * width)
     embeddings = (1 if lookup(config, "tie_word_embeddings") else 2) * get("vocab_size") * width
     return embeddings + layers + width
@@ -122,6 +122,15 @@ def roles(config: Config, target_config: Any) -> list[Role]:
         *(Role(f"target replica {i}", devices, serving) for i, devices in enumerate(replicas)),
         *(Role(f"drafter {i}", (d,), (*trained, train, logits, borrowed, ahead)) for i, d in enumerate(p.drafter)),
     ]
+
+
+def per_device(processes: list[Role]) -> dict[str, float]:
+    """Bytes on each device; a role over several is taken to spread evenly."""
+    found: dict[str, float] = {}
+    for role in processes:
+        for device in role.devices:
+            found[device] = found.get(device, 0) + role.bytes / len(role.devices)
+    return found
 
 
 def feature_bytes_per_token(config: Config, target_config: Any) -> int:
@@ -177,7 +186,7 @@ def _trained_state(config: Config, known: Any) -> list[Need]:
     ]
 
 
-def _layer_kinds(config: Any, depth: int) -> list[str]:
+def layer_kinds(config: Any, depth: int) -> list[str]:
     """Kind of each target layer; configs of hybrid models may give the interval of full attention instead."""
     kinds = lookup(config, "layer_types")
     if kinds:
@@ -221,12 +230,8 @@ def describe(config: Config, target_config: Any) -> str:
         lines += ["", f"memory of a {kind} (estimate{over})"]
         lines += [f"  {need.bytes / GIB:8.2f} GiB  {need.part}" for need in role.needs]
         lines += [f"  {role.bytes / GIB:8.2f} GiB  in all"]
-    per_device: dict[str, float] = {}
-    for role in processes:
-        for device in role.devices:
-            per_device[device] = per_device.get(device, 0) + role.bytes / len(role.devices)
     lines += ["", "memory per device (estimate)"]
-    lines += [f"  {total / GIB:8.2f} GiB  {device}" for device, total in per_device.items()]
+    lines += [f"  {total / GIB:8.2f} GiB  {device}" for device, total in per_device(processes).items()]
     host = 12 * drafter_parameters(config, target_config)
     lines += [f"  {host / GIB:8.2f} GiB  host memory beside it, for the copy a checkpoint is written from"]
     lines += ["", f"disk under {config.run_dir} (estimate)"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from dflash import check, loss
+from dflash import estimate, loss
 from dflash.config import (
     Config,
     DataConfig,
@@ -76,32 +76,32 @@ def test_target_parameters_are_those_of_the_model(name: str) -> None:
     config = TARGETS[name]()
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    assert check.target_parameters(config) == sum(p.numel() for p in model.parameters())
-    assert check.target_parameters(config.to_dict()) == check.target_parameters(config)
+    assert estimate.target_parameters(config) == sum(p.numel() for p in model.parameters())
+    assert estimate.target_parameters(config.to_dict()) == estimate.target_parameters(config)
 
 
 def test_mission_figures() -> None:
     """Facts of the published pair: 26.9 and 1.73 billion parameters, 58 tensors, 51 KB of features per token."""
-    target = check.read_target_config(MISSION)
+    target = estimate.read_target_config(MISSION)
     config = resolve(load_config(ROOT / "configs" / "qwen27b.yaml", check_files=False), target)
-    assert check.target_parameters(target) == pytest.approx(26.9e9, rel=1e-3)
-    assert check.drafter_parameters(config, target) == pytest.approx(1.73e9, rel=1e-3)
+    assert estimate.target_parameters(target) == pytest.approx(26.9e9, rel=1e-3)
+    assert estimate.drafter_parameters(config, target) == pytest.approx(1.73e9, rel=1e-3)
     with torch.device("meta"):
         drafter = tiny_drafter(config, transformers.AutoConfig.from_pretrained(MISSION))
     assert len(drafter.state_dict()) == 58
-    assert sum(p.numel() for p in drafter.parameters()) == check.drafter_parameters(config, target)
-    assert check.feature_bytes_per_token(config, target) == 51200
+    assert sum(p.numel() for p in drafter.parameters()) == estimate.drafter_parameters(config, target)
+    assert estimate.feature_bytes_per_token(config, target) == 51200
 
-    *replicas, drafting = check.roles(config, target)
+    *replicas, drafting = estimate.roles(config, target)
     assert [role.devices for role in replicas] == [(f"cuda:{i}",) for i in range(6)]
     assert drafting.devices == ("cuda:6",)
     assert 50 * GIB < replicas[0].bytes < 70 * GIB
     assert 40 * GIB < drafting.bytes < 80 * GIB
-    (need,) = check.disk(config, target)
-    assert need.bytes == 5 * 12 * check.drafter_parameters(config, target)
+    (need,) = estimate.disk(config, target)
+    assert need.bytes == 5 * 12 * estimate.drafter_parameters(config, target)
 
     config.placement.gpus_per_replica = 3
-    assert [role.devices for role in check.roles(config, target)[:-1]] == [
+    assert [role.devices for role in estimate.roles(config, target)[:-1]] == [
         ("cuda:0", "cuda:1", "cuda:2"),
         ("cuda:3", "cuda:4", "cuda:5"),
     ]
@@ -113,12 +113,12 @@ def test_one_device_holds_one_copy_of_embedding_and_head() -> None:
         tiny_config(target),
         tiny_config(target, placement=PlacementConfig(target=["cuda:1"])),
     )
-    (both,) = check.roles(alone, target)
+    (both,) = estimate.roles(alone, target)
     assert not [need for need in both.needs if "embedding" in need.part]
-    _, drafter = check.roles(apart, target)
+    _, drafter = estimate.roles(apart, target)
     (borrowed,) = [need for need in drafter.needs if "embedding" in need.part]
     assert borrowed.bytes == 2 * 97 * 48 * 2
-    assert "target and drafter" in check.describe(alone, target)
+    assert "target and drafter" in estimate.describe(alone, target)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -158,11 +158,11 @@ def test_drafter_activations_are_what_autograd_keeps(
     ):
         drafter(embeds, context, attention_mask={"full_attention": mask})
     measured = sum(storage.nbytes() for storage in kept.values())
-    (role,) = check.roles(config, target)
-    (estimate,) = [need.bytes for need in role.needs if need.part == "activations of the drafter"]
+    (role,) = estimate.roles(config, target)
+    (estimated,) = [need.bytes for need in role.needs if need.part == "activations of the drafter"]
     transient = slots * (3 * target.intermediate_size + 4 * width) * (2 if dtype == "bfloat16" else 4)
-    assert estimate - transient == pytest.approx(measured, rel=0.1)
+    assert estimated - transient == pytest.approx(measured, rel=0.1)
 
 
 def test_constants_of_the_loss() -> None:
-    assert check.LOGITS_CHUNK_BYTES == loss.CHUNK_BYTES
+    assert estimate.LOGITS_CHUNK_BYTES == loss.CHUNK_BYTES
