@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 
 from dflash import estimate
-from dflash.config import load_config, resolve
+from dflash.config import load_config
+from dflash.config_target import resolve
 from dflash.score import draft_blocks, score_blocks
 from dflash.train import build, trainer
 from dflash.train.log import MetricsLog

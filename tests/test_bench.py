@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from dflash import cli
-from dflash.bench import capture, pipeline
+from dflash.bench import capture
 from dflash.bench.peers import PeerError
 from dflash.bench.shapes import SHAPES, capture_flops, step_flops, target_config, visible_pairs
 from dflash.bench.step import bench, build, flops, table

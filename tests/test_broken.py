@@ -5,7 +5,8 @@ import torch
 from broken import FAULTS, run
 from test_run import write_run
 
-from dflash.config import load_config, resolve
+from dflash.config import load_config
+from dflash.config_target import resolve
 from dflash.target.load import load_target_config
 from dflash.train import build, trainer
 from dflash.train.log import read_lines

@@ -11,7 +11,8 @@ import pytest
 
 import dflash
 from dflash import cli
-from dflash.config import Config, ConfigError, read_target_config
+from dflash.config import Config, ConfigError
+from dflash.config_target import read_target_config
 
 ROOT = Path(__file__).resolve().parent.parent
 MISSION = ROOT / "configs" / "qwen27b.yaml"

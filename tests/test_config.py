@@ -17,18 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash import strict_yaml
-from dflash.config import (
-    ConfigError,
-    TrainConfig,
-    default_context_layers,
-    default_gamma,
-    dump_yaml,
-    load_config,
-    missing_files,
-    read_target_config,
-    resolve,
-    to_dict,
-)
+from dflash.config import ConfigError, TrainConfig, default_gamma, dump_yaml, load_config, missing_files, to_dict
+from dflash.config_target import default_context_layers, read_target_config, resolve
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = {

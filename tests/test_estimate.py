@@ -11,16 +11,8 @@ import torch
 import transformers
 
 from dflash import estimate, loss
-from dflash.config import (
-    Config,
-    DataConfig,
-    DrafterConfig,
-    PlacementConfig,
-    TargetConfig,
-    TrainConfig,
-    load_config,
-    resolve,
-)
+from dflash.config import Config, DataConfig, DrafterConfig, PlacementConfig, TargetConfig, TrainConfig, load_config
+from dflash.config_target import resolve
 from dflash.model import DFlashConfig, DFlashDraftModel
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -14,7 +14,8 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from dflash.cli import main
-from dflash.config import load_config, resolve
+from dflash.config import load_config
+from dflash.config_target import resolve
 from dflash.decode.drafters import find_drafter, load_drafter
 from dflash.export.folder import ExportError, export_drafter, import_drafter
 from dflash.export.formats import LAYER_KEYS, check_published, from_speculators, published_config, speculators_config

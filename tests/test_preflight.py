@@ -16,7 +16,8 @@ from tiny import CHATML, EOS, PAD, save_target, tiny_llama, tiny_qwen3, tiny_tok
 
 from dflash import cli
 from dflash.check import check, placement
-from dflash.config import load_config, read_target_config, resolve
+from dflash.config import load_config
+from dflash.config_target import read_target_config, resolve
 from dflash.target.model import load_target
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,7 +17,8 @@ from typing import Any
 
 import dflash
 from dflash import estimate
-from dflash.config import ConfigError, load_config, missing_files, resolve, to_dict
+from dflash.config import ConfigError, load_config, missing_files, to_dict
+from dflash.config_target import resolve
 from dflash.strict_yaml import dump
 
 

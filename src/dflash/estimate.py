@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dflash.config import Config, lookup, read_target_config, text_config
+from dflash.config import Config
+from dflash.config_target import lookup, read_target_config, text_config
 
 GIB = 1 << 30
 LOGITS_CHUNK_BYTES = 1 << 28

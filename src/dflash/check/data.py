@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from dflash.check.page import Page
-from dflash.config import Config, lookup, text_config
+from dflash.config import Config
+from dflash.config_target import lookup, text_config
 from dflash.data import chat
 from dflash.data.batches import BatchPlan
 from dflash.data.chat import ChatTokenizer

@@ -16,7 +16,8 @@ from dflash import estimate
 from dflash.check.data import DataFound
 from dflash.check.page import Page
 from dflash.check.placement import Measured, device_memory, host_memory
-from dflash.config import Config, lookup, text_config
+from dflash.config import Config
+from dflash.config_target import lookup, text_config
 from dflash.data.batches import Batch, counted_slots, sample_anchors
 from dflash.decode.walk import Answer, walk, walk_batch
 from dflash.model import slot_weights

@@ -19,7 +19,8 @@ from dflash import estimate
 from dflash.bench.shapes import H200_PEAK, step_flops
 from dflash.check.data import DataFound
 from dflash.check.page import Page
-from dflash.config import Config, lookup, text_config
+from dflash.config import Config
+from dflash.config_target import lookup, text_config
 from dflash.data.batches import counted_slots, sample_anchors
 from dflash.report.status import duration
 

@@ -11,7 +11,8 @@ from dflash.check.data import DataFound, check_data, check_mask_token
 from dflash.check.model import check_layers, check_target
 from dflash.check.page import Page
 from dflash.check.placement import check_placement, check_rates
-from dflash.config import Config, load_config, missing_files, read_target_config, resolve
+from dflash.config import Config, load_config, missing_files
+from dflash.config_target import read_target_config, resolve
 from dflash.target.load import load_tokenizer
 from dflash.train.trackers import TrackerError, require_installed
 

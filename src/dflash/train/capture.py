@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from dflash import estimate
-from dflash.config import Config, ConfigError, load_config, resolve
+from dflash.config import Config, ConfigError, load_config
+from dflash.config_target import resolve
 from dflash.data.tokenize import TokenData, load_data, summary, tokenizer_digests
 from dflash.target.load import load_target_config, load_tokenizer
 from dflash.target.model import Target, load_target
