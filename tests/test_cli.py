@@ -60,7 +60,10 @@ def ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("command", ["train", "resume", "eval", "generate", "report", "bench"])
+COMMANDS = "train resume eval generate report status check data export import bench".split()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main([command, "--help"])

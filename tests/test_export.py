@@ -14,7 +14,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from dflash.cli import main
-from dflash.config import load_config
+from dflash.config import ConfigError, load_config
 from dflash.config_target import resolve
 from dflash.decode.drafters import find_drafter, load_drafter
 from dflash.export.folder import ExportError, export_drafter, import_drafter
@@ -298,6 +298,32 @@ def test_folders_that_hold_something_are_left_alone(tmp_path, targets):
     with pytest.raises(DrafterError, match=r"norm\.weight is not finite in torch\.bfloat16"):
         export_drafter(str(folder), "published", tmp_path / "new", str(targets["dense"]))
     assert not (tmp_path / "new").exists() and not list(tmp_path.glob(".*"))
+
+
+def test_an_import_keeps_every_bit_of_mixed_dtypes_and_goes_where_the_shell_is(tmp_path, targets, monkeypatch):
+    _, folder = saved(tmp_path / "d", [FULL], targets["dense"])
+    weights = {key: value.bfloat16() for key, value in load_file(folder / "model.safetensors").items()}
+    weights["norm.weight"] = weights["norm.weight"].float() + 2**-20
+    save_file(weights, folder / "model.safetensors")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert main(["import", str(folder), "--out", "."]) == 0
+    back = load_file(tmp_path / "empty" / "model.safetensors")
+    assert back.keys() == weights.keys() and all(torch.equal(back[key], weights[key].float()) for key in back)
+    assert json.loads((tmp_path / "empty" / "config.json").read_text())["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(("key", "value"), [("rms_norm_eps", 1e-4), ("attention_bias", True)])
+def test_a_drafter_with_another_norm_or_biases_is_no_start(tmp_path, key, value):
+    path = write_run(tmp_path)
+    known = load_target_config(str(tmp_path / "target"))
+    shape = resolve(load_config(path), known)
+    start = new_drafter(shape, known)
+    setattr(start.config, key, value)
+    type(start)(start.config).save_pretrained(tmp_path / "other")
+    shape.drafter.init_from = str(tmp_path / "other")
+    with pytest.raises(ConfigError, match=f"is another drafter: {key} "):
+        new_drafter(shape, known)
 
 
 def test_a_run_is_exported_with_its_card_and_trained_further(tmp_path, capfd):

@@ -1,15 +1,19 @@
 """Placement to roles, the split of a target over devices, and what the launcher says of a death."""
 
+import json
+import signal
 from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny import qwen35_config, tiny_gemma2, tiny_llama
+from torch.distributed.elastic.multiprocessing import PContext
 from transformers import AutoModelForCausalLM
 
 from dflash.config import Config, ConfigError, DataConfig, DrafterConfig, PlacementConfig, TargetConfig
 from dflash.target.load import TargetError, split
 from dflash.train import launch
+from dflash.train.log import drop_lines_after
 from dflash.train.placement import local_roles, roles, transport
 
 
@@ -86,6 +90,37 @@ def test_a_split_places_every_weight_once_and_layers_in_order(made, count):
 def test_more_devices_than_layers_are_refused():
     with pytest.raises(TargetError, match="4 layers that 5 devices could share"):
         split(AutoModelForCausalLM, tiny_llama(0).config, [torch.device("cuda", i) for i in range(5)])
+
+
+def test_only_a_signal_buys_workers_time_to_save(monkeypatch):
+    """torch 2.11 and later alike: those left when one died are killed after 30 s, as ever."""
+    got = []
+    monkeypatch.setattr(PContext, "close", lambda self, death_sig=None, timeout=30: got.append((death_sig, timeout)))
+    before = PContext.close
+    with launch._patience(77):
+        PContext.close(None, signal.SIGTERM)
+        PContext.close(None)
+    assert got == [(signal.SIGTERM, 77), (None, 30)] and PContext.close is before
+
+
+def test_nohup_keeps_its_promise():
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        assert launch._handled() == ["SIGTERM", "SIGINT", "SIGQUIT", "SIGHUP"]
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        assert launch._handled() == ["SIGTERM", "SIGINT", "SIGQUIT"]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_an_evaluation_that_comes_again_is_in_the_log_once(tmp_path):
+    """Saved by a signal before its evaluation, evaluated by the next attempt, killed before the next checkpoint."""
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"step": 4}, {"kind": "eval", "step": 4}, {"step": 5}, {"kind": "start", "step": 5}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"kind": "eval", "step": 5}]))
+    assert drop_lines_after(path, 5) == 0
+    assert drop_lines_after(path, 5, owes_eval=True) == 1
+    assert [json.loads(line) for line in path.read_text().splitlines()] == lines
 
 
 def test_the_obituary_names_who_died_first_and_shows_its_last_lines(tmp_path, capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +214,7 @@ def test_more_memory_than_the_device_has(run: Any, monkeypatch: pytest.MonkeyPat
 
 def test_devices_that_are_not_here(run: Any) -> None:
     code, lines, _ = run(placement__target=["cuda:98"], placement__drafter=["1/cuda:99"])
-    assert code == 1 and found(lines, "fail", "device", "cuda:98 is not here")
+    assert code == 1 and found(lines, "fail", "devices", "and not cuda:98 (")
     assert found(lines, "warn", "1/cuda:99", "on machine 1") and found(lines, "warn", "features", "not loaded here")
     assert found(lines, "pass", "rows", "kept") and any(name == "balance" for _, name, _ in lines)
 
@@ -235,6 +236,47 @@ def test_files_and_targets_that_are_not_there(run: Any, target: Path) -> None:
     assert found(lines, "warn", "target.config", "sizes are taken from") and found(
         lines, "pass", "memory of cpu", "GiB"
     )
+
+
+def test_a_target_whose_weights_are_broken(run: Any, tmp_path: Path, target: Path) -> None:
+    shutil.copytree(target, tmp_path / "broken")
+    (tmp_path / "broken/model.safetensors").write_bytes(b"garbage")
+    code, lines, _ = run(target__model=str(tmp_path / "broken"))
+    assert code == 1 and found(lines, "fail", "target", "is broken (Error while deserializing")
+    assert found(lines, "pass", "rows", "kept") and any(name == "run" for _, name, _ in lines)
+
+
+def test_what_was_not_checked_says_which_fault_stood_in_its_way(run: Any) -> None:
+    _, lines, _ = run(target__model="./nowhere")
+    assert found(lines, "warn", "data", "not checked: there is no target")
+    _, lines, _ = run(train__epochs=-1)
+    assert found(lines, "warn", "data", "not checked: the config must be right first")
+
+
+def test_data_files_without_a_row(run: Any) -> None:
+    code, lines, _ = run(rows=[])
+    assert code == 1 and found(lines, "fail", "rows", "the files of data.train are empty")
+
+
+def test_seven_gpus_that_are_not_here_are_one_line(run: Any) -> None:
+    gpus = [f"cuda:{i}" for i in range(7)]
+    code, lines, _ = run(
+        placement__target=gpus[:4], placement__drafter=gpus[4:], train__grad_accumulation=3, target__dtype="bfloat16"
+    )
+    ((level, _, text),) = [line for line in lines if line[1] == "devices"]
+    assert code == 1 and level == "fail" and all(f"{gpu} (" in text for gpu in gpus)
+
+
+def test_folders_that_cannot_be_written_to(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement.os, "access", lambda path, mode: False)
+    code, lines, _ = run()
+    assert code == 1 and found(lines, "fail", "disk", "cannot be written to; name another folder")
+
+
+def test_an_init_from_that_is_not_there_fails_once(run: Any) -> None:
+    code, lines, _ = run(drafter__init_from="nowhere")
+    (text,) = [text for level, _, text in lines if level == "fail"]
+    assert code == 1 and "there is no folder nowhere" in text
 
 
 def test_init_from_is_measured_and_a_foreign_one_refused(run: Any, tmp_path: Path, target: Path) -> None:

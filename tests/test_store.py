@@ -2,6 +2,7 @@
 
 import json
 import logging
+import resource
 import shutil
 
 import numpy as np
@@ -117,7 +118,7 @@ def test_a_damaged_shard_is_named_and_refused_and_captured_again(tmp_path, data,
     elif fault == "gone":
         path.unlink()
     else:
-        path.write_bytes(good[: 0 if fault == "empty" else size - 7])
+        path.write_bytes(good[: 0 if fault == "empty" else size - 1])
     sample = int(store.first_sample[2])
     assert len(read(store, [0]).ids)  # others are fine
     with pytest.raises(StoreError, match=r"data\.features: .*00002\.safetensors is damaged .*delete it, and it is"):
@@ -168,12 +169,42 @@ def test_the_size_comes_first_and_is_refused_above_the_free_space(tmp_path, data
     filled(tmp_path / "f", data, target)
 
 
+def test_a_disk_that_fills_up_keeps_finished_shards(tmp_path, data, target):
+    store = FeatureStore(tmp_path / "f", data, CONTRACT)
+    needed = max(path.stat().st_size for path in shards(filled(tmp_path / "whole", data, target).folder))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (needed - 1, before[1]))  # of any one file: the largest does not fit
+    try:
+        with pytest.raises(StoreError, match=r"cannot be written .*make room"):
+            store.capture(target, 128)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(store.folder.glob("*.tmp"))
+    store.capture(target, 128)
+    for a, b in zip(shards(tmp_path / "whole"), shards(store.folder), strict=True):
+        assert a.read_bytes() == b.read_bytes()
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="file cannot be written"):
+        FeatureStore(tmp_path / "file", data, CONTRACT).capture(target, 128)
+
+
+def test_shards_cut_at_other_borders_are_refused(tmp_path, data, target, monkeypatch):
+    store = filled(tmp_path / "f", data, target)
+    monkeypatch.setattr(store_module, "SHARD_TOKENS", 512)
+    with pytest.raises(StoreError, match=r"00000\.safetensors is no shard of this folder \(tokens is"):
+        read(FeatureStore(store.folder, data, CONTRACT), [0])
+
+
 def test_two_captures_into_one_folder(tmp_path, data, target):
     store = FeatureStore(tmp_path / "f", data, CONTRACT)
     store.folder.mkdir()
     with store._locked(), pytest.raises(StoreError, match="another process is capturing into"):
         FeatureStore(tmp_path / "f", data, CONTRACT).capture(target, 128)
+    late = FeatureStore(store.folder, data, CONTRACT | {"target": "another"})  # the folder is still empty
     store.capture(target, 128)
+    with pytest.raises(StoreError, match=r"holds other features: target \(tiny there, another here\)"):
+        late.capture(target, 128)
+    read(FeatureStore(store.folder, data, CONTRACT), [0])
 
 
 def test_digests_tell_tokenizer_and_template_apart():

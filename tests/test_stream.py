@@ -244,6 +244,23 @@ def test_a_silent_replica_is_lost_and_a_slow_one_is_waited_for(world, monkeypatc
         stream.next("b0.0", None)
 
 
+def test_silence_counts_only_while_it_is_listened_to(world, monkeypatch):
+    """Ctrl-Z and fg, a suspended machine: everybody slept, nobody is dead."""
+    w, now = world(1, 1, silent_s=6.0), [1000.0]
+    w.links[0].close()
+    link = w.links[1]
+    monkeypatch.setattr(link_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
+    link.require_alive(0, link.store)
+    now[0] += 3600
+    link.require_alive(0, link.store)
+    for _ in range(12):
+        now[0] += link_module.SLICE_S
+        link.require_alive(0, link.store)
+    now[0] += link_module.SLICE_S
+    with pytest.raises(PeerLost, match="replica 0: no sign of life for 6 s"):
+        link.require_alive(0, link.store)
+
+
 def test_waits_end_when_the_process_is_asked_to(world):
     w, plan = world(1, 1), plan_of(1, 1, 2)
     stream = w.stream(1, plan)

@@ -233,6 +233,71 @@ def test_sick_features_stop_before_the_weights_and_name_the_sample(tmp_path, poi
     assert all(torch.equal(a, b) for a, b in zip(before, t.drafter.parameters(), strict=True))
 
 
+def one_sick_and_one_poisoned(tmp_path):
+    """Batch 0 cannot be had; batch 1 arrives with zeros in sample 3."""
+    data = rows(UNEQUAL)
+    t = trainer(tmp_path, data, [[batch(0, [0], [2]), batch(1, [1, 3], [10, 4])]])
+    original = t.features_of
+
+    def features_of(b):
+        if 0 in b.samples:
+            raise SickFeatures("sample 0 is sick")
+        features = original(b)
+        features.context[features.bounds[1] + 2, :] = 0
+        return features
+
+    t.features_of = features_of
+    return t
+
+
+def test_the_poisoned_batch_is_named_beside_one_that_was_skipped(tmp_path):
+    t = one_sick_and_one_poisoned(tmp_path)
+    t.max_sick = 1
+    with pytest.raises(SickFeatures, match="sample 3, token 2"):
+        t.one_step(1)
+
+
+class Others:
+    """Drafter 0 of two, whose fellow has the sums and gradients of ``fellow``."""
+
+    rank, size, eval_groups = 0, 2, ()
+    stream = SimpleNamespace(take=dict)
+
+    def __init__(self, fellow, skipped=0.0):
+        self.sums, _, _ = fellow.train_step(1)
+        self.sums["skipped"] += skipped
+        self.gradients = gradients(fellow)
+
+    def add(self, sums, own):
+        assert list(sums) == list(self.sums) and all(sums[k].shape == v.shape for k, v in self.sums.items())
+        for mine, theirs in zip(own, self.gradients, strict=True):
+            mine += theirs
+        return {key: value + self.sums[key] for key, value in sums.items()}
+
+
+def test_a_drafter_whose_batches_are_all_sick_takes_the_step_of_the_others(tmp_path):
+    data, steps = rows(UNEQUAL), [[batch(0, [0], [2]), batch(1, [1, 3], [10, 4])]]
+    fellow = trainer(tmp_path, data, [steps[0][1:]])
+    t = trainer(tmp_path, data, steps)
+    t.peers, t.max_sick = Others(fellow), 1
+
+    def sick(b):
+        raise SickFeatures("sample 0 is sick")
+
+    t.features_of = sick
+    line = t.one_step(1)
+    fellow.drafter.zero_grad()
+    alone = fellow.one_step(1)
+    assert line["sick_batches"] == 1 and line["loss"] == pytest.approx(alone["loss"])
+    for a, b in zip(t.drafter.parameters(), fellow.drafter.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-7)
+    t = trainer(tmp_path, data, steps)
+    fellow.drafter.zero_grad()
+    t.peers, t.max_sick, t.features_of = Others(fellow, skipped=1.0), 1, sick
+    with pytest.raises(SickFeatures, match="2 sick batches so far on all drafters together and 1 are tolerated"):
+        t.one_step(1)
+
+
 def test_cliping_uses_the_norm_of_the_divided_gradient(tmp_path):
     data = rows(UNEQUAL)
     t = trainer(tmp_path, data, [[batch(0, [1, 2], [30, 9])]])

@@ -301,7 +301,7 @@ def test_a_plain_verdict_is_news_at_once() -> None:
 
 @pytest.mark.slow
 def test_alerts_over_whole_runs() -> None:
-    """Of 200 runs of 20,000 steps, asked 80 times each, how many raise an alert that is not true."""
+    """Of runs of 20,000 steps, asked 80 times each, at most one in twenty raises an alert that is not true."""
 
     def alerts(truth: Callable[[np.ndarray, np.random.Generator], np.ndarray], seed: int) -> list[str]:
         log, episode, raised = simulated(1000 + seed, truth, n=20_000), Episode(), []
@@ -312,7 +312,7 @@ def test_alerts_over_whole_runs() -> None:
 
     assert sum(alerts(slope(0.0), seed) != ["flat"] for seed in range(200)) <= 10
     for rate in (0.001, 0.004):
-        assert sum(bool(alerts(slope(rate), seed)) for seed in range(200)) <= 10
+        assert sum(bool(alerts(slope(rate), seed)) for seed in range(100)) <= 5
 
 
 def test_the_first_run_would_have_raised_few_alerts() -> None:

@@ -48,6 +48,14 @@ def test_figures_are_means_and_rates_are_of_sums() -> None:
         assert bar.figures() == "loss 2.000, accuracy 0.250, streak 1.50, 1,000 tok/s, wait 25%, MFU 25%"
 
 
+def test_of_several_processes_idle_replicas_and_bytes_are_shown_too() -> None:
+    with ProgressLine(0, 100, peak=None) as bar:
+        bar.update(line(1, replica_wait_s=5.0, moved_bytes=30e6), flops=0.0)
+        bar.update(line(2, replica_wait_s=0.0, moved_bytes=10e6), flops=0.0)
+        # 5 s of standing still and 40 MB in two steps of 2 s.
+        assert bar.figures().endswith(", wait 25%, 1.2 replicas idle, 10 MB/s")
+
+
 def test_lines_come_every_half_minute_and_at_the_end_with_the_time_left(messages: Any, clock: list[float]) -> None:
     with ProgressLine(40, 100, peak=None) as bar:
         for step in range(41, 101):

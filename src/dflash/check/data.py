@@ -256,12 +256,10 @@ def _explain(page: Page, config: Config, tokenizer: ChatTokenizer, problem: str)
                     short += 1
     except DataError:  # a source that cannot be read: the first line has said so
         return
+    if not seen:
+        page.line("fail", "rows", "the files of data.train are empty; write conversations into them")
     for count, name, text in (
-        (
-            all_prompt,
-            "loss mask",
-            "are all prompt: no token is supervised; set loss_mask to 1 in answers",
-        ),
+        (all_prompt, "loss mask", "are all prompt: no token is supervised; set loss_mask to 1 in answers"),
         (everything, "loss mask", "are all ones: prompts would be trained on; mask the prompts"),
         (short, "short answers", "have answers shorter than two tokens; there is nothing to draft"),
     ):

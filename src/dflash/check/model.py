@@ -199,7 +199,7 @@ def _accepted(page: Page, config: Config, target: Target, data: DataFound) -> No
     if short == len(answers):
         page.not_run("accepted length", "no answer has two tokens")
         return
-    untrained = _walked(replace(config, drafter=replace(config.drafter, init_from=None)), target, made)
+    untrained = _walked(_untrained(config), target, made)
     page.judge(
         "accepted length", f"{untrained:.2f} of an untrained drafter (plain decoding is 1)",
         warn="more than random weights can know: look at the answers, they may repeat one token"
@@ -214,6 +214,10 @@ def _accepted(page: Page, config: Config, target: Target, data: DataFound) -> No
         )  # fmt: skip
 
 
+def _untrained(config: Config) -> Config:
+    return replace(config, drafter=replace(config.drafter, init_from=None))
+
+
 def _walked(config: Config, target: Target, answers: list[Answer]) -> float:
     drafter = new_drafter(config, target.config).to(target.device).eval()
     batch = walk_batch(target.device)
@@ -226,7 +230,7 @@ def _measure(config: Config, target: Target, data: DataFound) -> tuple[float, fl
     the optimizer; on a GPU those of the second of two, since the first sets things up."""
     assert data.plan is not None
     (batch, *_), device = data.plan.batches(1), target.device
-    drafter = new_drafter(config, target.config).to(device)
+    drafter = new_drafter(_untrained(config), target.config).to(device)
     weight = slot_weights(config.drafter.block_size, cast(float, config.train.gamma), device)
     out = (0.0, 0.0)
     for _ in range(2 if device.type == "cuda" else 1):

@@ -62,28 +62,25 @@ def check_placement(page: Page, config: Config, target_config: Any, data: DataFo
             seen.add(kind)
             page.block(f"memory of a {kind} (estimate): {role.bytes / estimate.GIB:.2f} GiB")
             page.block("\n".join(f"{need.bytes / estimate.GIB:10.2f}  {need.part}" for need in role.needs))
+    count, absent = torch.cuda.device_count(), []
     for device, needed in estimate.per_device(roles).items():
-        _device(page, device, needed)
+        node, _, local = device.rpartition("/")
+        need = f"{device} ({needed / estimate.GIB:.1f} GiB)"
+        if node:
+            page.not_run(device, f"on machine {node}; it needs {needed / estimate.GIB:.1f} GiB")
+        elif local == "cpu":
+            _fits(page, "memory of cpu", needed, host_memory(), "in all")
+        elif int(local.partition(":")[2]) >= count:
+            absent.append(need)
+        else:
+            _fits(page, f"memory of {device}", needed, device_memory(local), "in all")
+    if absent:
+        text = f"this machine has {count} GPUs, and not {', '.join(absent)}"
+        page.line("fail", "devices", f"{text}; run this where training will run, or name other devices in placement")
     host = 12 * estimate.drafter_parameters(config, target_config)
     if "cpu" not in config.placement.drafter:
         _fits(page, "host memory", host, host_memory(), "for the copy that a checkpoint is written from")
     _disk(page, config, target_config, data)
-
-
-def _device(page: Page, device: str, needed: float) -> None:
-    node, _, local = device.rpartition("/")
-    if node:
-        page.not_run(device, f"on machine {node}; it needs {needed / estimate.GIB:.1f} GiB")
-        return
-    count = torch.cuda.device_count()
-    if local == "cpu":
-        _fits(page, "memory of cpu", needed, host_memory(), "in all")
-    elif int(local.partition(":")[2]) >= count:
-        page.line(
-            "fail", "device", f"{device} is not here ({count} GPUs are); it would need {needed / estimate.GIB:.1f} GiB"
-        )
-    else:
-        _fits(page, f"memory of {device}", needed, device_memory(local), "in all")
 
 
 def _fits(page: Page, name: str, needed: float, there: float, what: str) -> None:
@@ -127,7 +124,8 @@ def _disk(page: Page, config: Config, target_config: Any, data: DataFound | None
         free = shutil.disk_usage(path).free
         page.judge(
             "disk", f"{needed / estimate.GIB:.2f} GiB for {folder}, {free / estimate.GIB:.2f} GiB free",
-            fail="make room, or name another folder" if needed > free else "",
+            fail=f"{path} cannot be written to; name another folder" if not os.access(path, os.W_OK)
+            else "make room, or name another folder" if needed > free else "",
         )  # fmt: skip
 
 

@@ -31,8 +31,9 @@ def check(path: Path, overrides: Sequence[str] = ()) -> int:
     page.section(f"config {path}")
     resolved, target_config, is_there = _configs(page, path, overrides)
     if resolved is None:
+        missing = "there is no target" if page.failed("target") else "the config must be right first"
         for name in ("data", "mask token", "layers", "placement", "target", "time"):
-            page.not_run(name, "the config must be right first")
+            page.not_run(name, missing)
         return page.close()
     tokenizer: Any = None
     if is_there:

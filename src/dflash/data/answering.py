@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -83,6 +84,10 @@ class Turns:
 
     def answer(self, job: Job, prompt: list[int], reply: Reply) -> None:
         """Put an answer into its job, and judge it."""
+        if reply.ids and max(reply.ids) >= self.chat.vocab_size:  # a server of another model
+            job.turns.append((prompt, reply))
+            job.reason = UNKNOWN_ID
+            return
         spoken = reply.ids[:-1] if reply.ids and reply.ids[-1] in self.eos_ids else reply.ids
         text = reply.text
         if text is None:
@@ -97,14 +102,19 @@ class Turns:
 
 
 class Served:
-    """An OpenAI-compatible server, several conversations at a time."""
+    """An OpenAI-compatible server, several conversations at a time.
+
+    Every request has a seed of its own, whatever the order of the answers: with one for all, servers would draw all
+    answers from the same random numbers, and prompts alike would begin alike.
+    """
 
     def __init__(
-        self, url: str, settings: dict[str, Any], model: str | None, concurrency: int, timeout_s: float
+        self, url: str, settings: dict[str, Any], model: str | None, concurrency: int, timeout_s: float, seed: int
     ) -> None:
-        self.server = Server(url, timeout_s)
+        self.server, self.seed = Server(url, timeout_s), seed
         self.settings = settings | {"model": model or self.server.first_model(), "return_token_ids": True}
         self.concurrency = concurrency
+        log.info(f"asking {self.settings['model']} at {self.server.base}")
 
     def run(self, jobs: Iterator[Job], turns: Turns, finish: Callable[[Job], None]) -> None:
         def converse(job: Job, stop: threading.Event) -> Job:
@@ -112,8 +122,10 @@ class Served:
                 prompt = turns.prompt(job)
                 if prompt is None:
                     break
+                drawn = hashlib.sha256(f"{self.seed} {job.key} {len(job.turns)}".encode()).digest()[:4]
+                asked = self.settings | {"prompt": prompt, "seed": int.from_bytes(drawn) >> 1}
                 try:
-                    said = self.server.request("completions", self.settings | {"prompt": prompt}, job.origin, stop)
+                    said = self.server.request("completions", asked, job.origin, stop)
                 except RequestRefused as error:
                     log.warning(str(error))
                     job.reason = REFUSED

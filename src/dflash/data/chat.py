@@ -9,8 +9,10 @@ the reason.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -36,6 +38,7 @@ CUT_IN_THOUGHT = "answer was cut off while thinking"
 BORDER = "a token spans the border of prompt and answer"
 BEYOND = "answer begins beyond max_length"
 NO_PAIR = "no two supervised tokens in a row"
+OTHER_IDS = "input_ids of another vocabulary than the target's"
 UNKNOWN_ID = "token id beyond the vocabulary of the tokenizer or of the target"
 
 
@@ -89,6 +92,16 @@ class ChatTokenizer:
         self.specials |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
         # Tokenizers that put a space before whatever they are given cannot tokenise an answer by itself.
         self.splittable = "".join(tokenizer.convert_ids_to_tokens(self.tokenize(["a"])[0])) == "a"
+
+    @cached_property
+    def vocabulary(self) -> str:
+        """Digest of which token has which id; the same for every target that shares them."""
+        pairs = sorted(self.tokenizer.get_vocab().items())
+        return hashlib.sha256(repr(pairs).encode(errors="surrogatepass")).hexdigest()[:16]
+
+    def foreign(self, row: TokenRow) -> bool:
+        """Whether a pre-tokenised row says that its ids are of another vocabulary."""
+        return row.vocabulary not in (None, self.vocabulary)
 
     def tokenize(self, texts: list[str]) -> list[list[int]]:
         """Ids of rendered texts. The template has written the special tokens, so none are added: no second BOS."""
@@ -160,6 +173,8 @@ class ChatTokenizer:
         for row in found:
             if isinstance(row, Rendered):
                 results.append(self._mask(row, next(wholes), list(islice(prompts, len(row.turns)))))
+            elif isinstance(row, TokenRow) and self.foreign(row):
+                results.append(Rejected(OTHER_IDS))
             elif isinstance(row, TokenRow):
                 results.append(self._fit(row.ids, row.loss_mask, templated=False))
             else:

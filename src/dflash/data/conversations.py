@@ -57,12 +57,14 @@ class Conversation:
 
 @dataclass(frozen=True)
 class TokenRow:
-    """A pre-tokenised row: ``ids`` int32[S], ``loss_mask`` bool[S]."""
+    """A pre-tokenised row: ``ids`` int32[S], ``loss_mask`` bool[S]; ``vocabulary``: digest of whose ids they are, in
+    rows that say so."""
 
     ids: np.ndarray
     loss_mask: np.ndarray
     id: str | None = None
     category: str | None = None
+    vocabulary: str | None = None
 
 
 Row = Conversation | TokenRow
@@ -124,6 +126,7 @@ def normalise(raw: Any, *, prompt: bool = False) -> Row | Rejected:
         return Rejected("row is no JSON object")
     about = {key: str(raw[key]) if raw.get(key) is not None else None for key in ("id", "category")}
     if raw.get("input_ids") is not None:
+        about |= {"vocabulary": str(raw["vocabulary"])} if raw.get("vocabulary") is not None else {}
         return _token_row(raw["input_ids"], raw.get("loss_mask"), about)
     turns = raw.get("messages") if raw.get("messages") is not None else raw.get("conversations")
     if not isinstance(turns, list) or not turns:

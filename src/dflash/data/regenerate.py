@@ -13,6 +13,7 @@ messages), so that after a kill, or with more prompts, the same command goes on 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -31,6 +32,7 @@ from tqdm import tqdm
 from dflash.data.answering import Backend, Job, Local, Reply, Served, Turns
 from dflash.data.chat import ChatTokenizer
 from dflash.data.conversations import DataError, Rejected, TokenRow, normalise, read_rows
+from dflash.data.tokenize import tokenizer_digests
 
 NO_USER = "no user turn"
 TOOL_RESULTS = "begins with a tool's result"
@@ -84,15 +86,18 @@ def run(settings: Settings) -> int:
         raise DataError(
             f"--max-new-tokens {s.max_new_tokens} leaves no room for a prompt in {reads} positions; give fewer"
         )
+    chat = ChatTokenizer(tokenizer, reads, kwargs, known.vocab_size)
     noted = {
         "target": s.target, "max_new_tokens": s.max_new_tokens, "temperature": s.temperature, "top_p": s.top_p,
         "chat_template_kwargs": kwargs, "seed": s.seed, "by": "server" if s.server else "target",
+        "template": tokenizer_digests(tokenizer)["template"], "vocabulary": chat.vocabulary,
     }  # fmt: skip
     backend: Backend
     ends = {tokenizer.eos_token_id}
     if s.server:
-        asked = {"max_tokens": s.max_new_tokens, "temperature": s.temperature, "top_p": s.top_p, "seed": s.seed}
-        backend = Served(s.server, asked, s.model, s.concurrency, s.timeout_s)
+        asked = {"max_tokens": s.max_new_tokens, "temperature": s.temperature, "top_p": s.top_p}
+        backend = Served(s.server, asked, s.model, s.concurrency, s.timeout_s, s.seed)
+        noted["model"] = backend.settings["model"]
         ends |= {*known.eos_token_id} if isinstance(known.eos_token_id, list) else {known.eos_token_id}
     else:
         from dflash.target.model import load_target
@@ -100,9 +105,10 @@ def run(settings: Settings) -> int:
         device = pick_device(s.device)
         dtype = s.dtype or ("float32" if device.type == "cpu" else "bfloat16")
         target = load_target(s.target, dtype=DTYPES[dtype], device=device, context_layers=[0])
+        noted |= {"dtype": dtype, "weights": target.fingerprint}
         backend = Local(target, s.max_new_tokens, s.temperature, s.seed, s.batch_size)
         ends |= {*target.eos_ids}
-    turns = Turns(ChatTokenizer(tokenizer, reads, kwargs, known.vocab_size), longest, sorted(ends - {None}))
+    turns = Turns(chat, longest, sorted(ends - {None}))
     regenerate(s.prompts, s.out, backend, turns, noted, s.samples)
     return 0
 
@@ -132,55 +138,72 @@ def regenerate(
         ServedError: the server is gone; the same command goes on later.
     """
     rejected = out.with_name(out.name + ".rejected.jsonl")
-    _agree(out, settings)
-    done, counts = _finished(out, KEPT), Counter[str]()
-    counts[KEPT] = len(done)
-    for key, reason in _finished(rejected, None).items():
-        if key not in done:
-            done[key] = reason
-            counts[reason] += 1
-    if done:
-        log.info(f"{out}: {len(done):,} rows are done already")
-    before, writing = len(done), threading.Lock()
-    with (
-        open(out, "ab") as kept_file,
-        open(rejected, "ab") as rejected_file,
-        tqdm(desc="answers", unit=" rows", disable=None) as bar,
-    ):
-
-        def finish(job: Job) -> None:
-            file = rejected_file if job.reason else kept_file
-            line = json.dumps(_row(job)).encode() + b"\n"
-            with writing:  # rows that are refused at once come from the threads that take them
-                # A kill leaves at most the last line unfinished, and that is removed at the next start.
-                file.write(line)
-                file.flush()
-                counts[job.reason or KEPT] += 1
-                bar.update()
-
-        def missing() -> Iterator[Job]:
-            for job in islice(_jobs(sources), limit):
-                if done.get(job.key) == "this call":
-                    counts[DUPLICATE] += 1
-                elif job.key in done:
-                    done[job.key] = "this call"
-                else:
-                    done[job.key] = "this call"
-                    if job.reason is None:
-                        yield job
-                    else:
-                        finish(job)
-
-        try:
-            backend.run(missing(), turns, finish)
-        except OSError as error:
-            raise DataError(
-                f"{out} cannot be written ({error}); make room, and start the same command again"
-            ) from error
+    if not out.parent.is_dir():
+        raise DataError(f"{out.parent} does not exist; make the folder first")
+    try:
+        counts, before = _answer(sources, out, rejected, backend, turns, settings, limit)
+    except OSError as error:  # closing a file on a full disk raises once more
+        raise DataError(
+            f"{out} cannot be written ({error}); make room, or name a file in a folder of yours, and start again: "
+            "finished rows are kept"
+        ) from error
     log.info(summary(counts, out, before))
     if not counts[KEPT]:
         raise DataError(f"{out}: not one answer can be used; {rejected} says why, row by row")
     return counts
+
+
+def _answer(
+    sources: Sequence[str],
+    out: Path,
+    rejected: Path,
+    backend: Backend,
+    turns: Turns,
+    settings: dict[str, Any],
+    limit: int | None,
+) -> tuple[Counter[str], int]:
+    """Rows by reason, and how many of them are from before. One process at a time: two would double every row."""
+    with open(rejected, "ab") as rejected_file:
+        try:
+            fcntl.flock(rejected_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DataError(f"another process is writing {out}; wait for it to end, or name another file") from error
+        _agree(out, settings)
+        done, counts = _finished(out, KEPT), Counter[str]()
+        counts[KEPT] = len(done)
+        for key, reason in _finished(rejected, None).items():
+            if key not in done:
+                done[key] = reason
+                counts[reason] += 1
+        if done:
+            log.info(f"{out}: {len(done):,} rows are done already")
+        before, writing = len(done), threading.Lock()
+        with open(out, "ab") as kept_file, tqdm(desc="answers", unit=" rows", disable=None) as bar:
+
+            def finish(job: Job) -> None:
+                file = rejected_file if job.reason else kept_file
+                line = json.dumps(_row(job, turns.chat.vocabulary)).encode() + b"\n"
+                with writing:  # rows that are refused at once come from the threads that take them
+                    # A kill leaves at most the last line unfinished, and that is removed at the next start.
+                    file.write(line)
+                    file.flush()
+                    counts[job.reason or KEPT] += 1
+                    bar.update()
+
+            def missing() -> Iterator[Job]:
+                for job in islice(_jobs(sources), limit):
+                    if done.get(job.key) == "this call":
+                        counts[DUPLICATE] += 1
+                        continue
+                    known = job.key in done
+                    done[job.key] = "this call"
+                    if not known and job.reason is None:
+                        yield job
+                    elif not known:
+                        finish(job)
+
+            backend.run(missing(), turns, finish)
+    return counts, before
 
 
 def summary(counts: Counter[str], out: Path, before: int) -> str:
@@ -200,6 +223,8 @@ def _jobs(sources: Sequence[str]) -> Iterator[Job]:
 def _job(raw: Any, origin: str) -> Job:
     """A row's prompts: an answer is due wherever the row has one, and after the last user turn; after every user turn
     if it has no answers at all. A tool's result ends the conversation, since only the old answer had asked for it."""
+    if isinstance(raw, dict) and (raw.get("messages") or raw.get("conversations")):
+        raw = {key: value for key, value in raw.items() if key != "input_ids"}  # rows of an earlier regeneration
     row = normalise(raw, prompt=True)
     if isinstance(row, TokenRow):
         row = Rejected("pre-tokenised row, which has no messages to answer")
@@ -231,8 +256,9 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:20]
 
 
-def _row(job: Job) -> dict[str, Any]:
-    """A line of the output. With ``input_ids``, training takes the very tokens that were generated."""
+def _row(job: Job, vocabulary: str) -> dict[str, Any]:
+    """A line of the output. With ``input_ids``, training takes the very tokens that were generated;
+    ``vocabulary``, a digest, keeps it from taking them for another target's."""
     row: dict[str, Any] = {"id": job.id, "key": job.key}
     row |= {"category": job.category} if job.category else {}
     row |= {"reason": job.reason, "origin": job.origin} if job.reason else {}
@@ -241,7 +267,7 @@ def _row(job: Job) -> dict[str, Any]:
         row["finish_reason"] = job.turns[-1][1].finish_reason
         if job.reason is None and all(reply.text is None for _, reply in job.turns):
             ids, mask = token_row(job.turns)
-            row |= {"input_ids": ids, "loss_mask": mask}
+            row |= {"input_ids": ids, "loss_mask": mask, "vocabulary": vocabulary}
     return row
 
 
@@ -264,10 +290,13 @@ def token_row(turns: Sequence[tuple[list[int], Reply]]) -> tuple[list[int], list
 def _agree(out: Path, settings: dict[str, Any]) -> None:
     """Note the settings, or refuse those that differ from what is there."""
     path = out.with_name(out.name + ".settings.json")
-    if not out.parent.is_dir():
-        raise DataError(f"{out.parent} does not exist; make the folder first")
     if path.exists():
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            stored = dict(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise DataError(
+                f"{path} is damaged ({error}): correct it, or name another file, since it says how {out.name} was made"
+            ) from error
         odd = [
             f"{key} ({stored.get(key)} there, {settings.get(key)} now)"
             for key in sorted({*stored, *settings})

@@ -265,7 +265,7 @@ def read_answer(number: int, reply: Any, tokenizer: Any, where: str) -> ServedAn
     reason = choice.get("finish_reason")
     cut_off = reason != "stop"
     match choice:
-        case {"token_ids": [*ids]} if all(type(i) is int and i >= 0 for i in ids):
+        case {"token_ids": [*ids]} if (ids or not choice.get("text")) and all(type(i) is int and i >= 0 for i in ids):
             return ServedAnswer(number, ids, cut_off, reason)
         case {"text": str(text)}:
             ids = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []

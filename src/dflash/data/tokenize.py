@@ -22,7 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from dflash.data.cache import CacheDamaged, TokenData, read_cache, write_cache
-from dflash.data.chat import NO_PROMPT, UNKNOWN_ID, ChatTokenizer, Encoded
+from dflash.data.chat import NO_PROMPT, OTHER_IDS, UNKNOWN_ID, ChatTokenizer, Encoded
 from dflash.data.conversations import DataError, Rejected, Row, TokenRow, normalise, read_rows, source_digest
 
 __all__ = [
@@ -36,7 +36,7 @@ __all__ = [
     "tokenizer_digests",
 ]
 
-DATA_VERSION = 2
+DATA_VERSION = 3
 """Part of every cache's key: raise it when a change of this package changes what rows become."""
 CHUNK_ROWS = 256
 SERIAL_ROWS = 20_480
@@ -142,6 +142,8 @@ def load_prompts(
 
 def _prompt_ids(chat: ChatTokenizer, row: Row) -> np.ndarray | Rejected:
     if isinstance(row, TokenRow):
+        if chat.foreign(row):
+            return Rejected(OTHER_IDS)
         # Everything before the last answer: the prompt ends where the last run of supervised tokens begins.
         begins = np.flatnonzero(np.diff(row.loss_mask, prepend=False) & row.loss_mask)
         ids = row.ids[: begins[-1]] if len(begins) else row.ids

@@ -148,19 +148,6 @@ def load_drafter(source: Source, dtype: torch.dtype, device: torch.device) -> DF
     return drafter.eval().requires_grad_(False)
 
 
-def stored_dtype(source: Source) -> torch.dtype:
-    """In which a drafter's weights are stored; those that were met have one dtype throughout.
-
-    Raises:
-        DrafterError: neither bfloat16 nor float32.
-    """
-    kind = _stored_slice(source.folder, "fc.weight").get_dtype()
-    known = {"BF16": torch.bfloat16, "F32": torch.float32}
-    if kind not in known:
-        raise DrafterError(f"{source.folder}: fc.weight is stored as {kind}; only bfloat16 and float32 are read")
-    return known[kind]
-
-
 def load_both(
     name: str,
     *,

@@ -175,7 +175,7 @@ def _captured(
 ) -> Iterator[tuple[TargetFeatures, list[int]]]:
     """Features of the answers, as many at a time as the budget holds, and which answers those are."""
     lengths = [len(a.prompt) + len(a.answer) for a in answers]
-    for group in _groups(lengths, tokens_per_batch):
+    for group in answer_groups(lengths, tokens_per_batch):
         features = target.capture(
             [np.array(answers[i].prompt + answers[i].answer) for i in group],
             [np.array([False] * len(answers[i].prompt) + [True] * len(answers[i].answer)) for i in group],
@@ -217,7 +217,7 @@ def _blocks(
         yield features, group, parts()
 
 
-def _groups(lengths: Sequence[int], tokens_per_batch: int) -> list[list[int]]:
+def answer_groups(lengths: Sequence[int], tokens_per_batch: int) -> list[list[int]]:
     """Indices in groups whose tokens fit the budget (at least one each); the longest first, so that rows pad little."""
     groups: list[list[int]] = []
     budget = 0

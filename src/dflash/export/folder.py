@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dflash.decode.drafters import Source, find_drafter, load_drafter, stored_dtype
+from dflash.decode.drafters import Source, find_drafter, load_drafter
 from dflash.export.card import is_hub_id, model_card
 from dflash.export.formats import published_config, speculators_config
 from dflash.model.config import DrafterError
@@ -60,7 +60,7 @@ def export_drafter(name: str, form: str, out: Path, target: str | None = None) -
             log.warning(
                 f"{out} names its target {model}, which engines must find under that name; --target gives another"
             )
-    card = model_card(source, model, form, out.name)
+    card = model_card(source, model, form, out.absolute().name)
     _write(out, config, _weights(source, torch.bfloat16), card)
     log.info(f"{source.line}: exported to {out} ({form}, bfloat16)")
     return out
@@ -81,9 +81,12 @@ def import_drafter(name: str, out: Path) -> Path:
         ExportError: ``out`` holds something.
     """
     source = find_drafter(name)
-    dtype = stored_dtype(source)
+    tensors = _weights(source, torch.float32)
+    dtype = torch.float32
+    if all(torch.equal(value.bfloat16().float(), value) for value in tensors.values()):
+        tensors, dtype = {name: value.bfloat16() for name, value in tensors.items()}, torch.bfloat16
     config = published_config(source.config, None, str(dtype).removeprefix("torch."))
-    _write(out, config, _weights(source, dtype), None)
+    _write(out, config, tensors, None)
     log.info(f"{source.line}: imported to {out}")
     return out
 
@@ -100,6 +103,7 @@ def _weights(source: Source, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _write(out: Path, config: dict[str, Any], tensors: dict[str, Tensor], card: str | None) -> None:
+    out = out.absolute()  # "." has no name to put a dot before
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ExportError(f"--out {out} holds something already; name another folder")
     part = out.with_name(f".{out.name}.{os.getpid()}.tmp")

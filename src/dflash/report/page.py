@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-import numpy as np
-
-from dflash.report import plot, trend
+from dflash.report import plot
 from dflash.report.series import ReportError, Series
 from dflash.report.text import (
-    CHANGES,
     SIDE_BY_SIDE,
     TABLE,
     Run,
-    at_milestones,
+    accepted_lengths,
+    beside,
+    changes_rows,
+    cliff_sentences,
+    curve_rows,
     header,
+    means_rows,
     milestones,
     number,
-    reference_at,
 )
 
 CSS = """
@@ -80,31 +80,16 @@ def _run(run: Run, window: int) -> list[str]:
     if not len(log):
         return [*out, "<p>No steps yet.</p>"]
     out.append(f"<p><b>Verdict:</b> {escape(run.verdict.sentence)}</p>")
-    for cliff in run.cliffs:
-        lost = ", ".join(f"{key} {a:.3f} to {b:.3f}" for key, (a, b) in cliff.change.items())
-        back = "recovered since" if cliff.recovered else "not recovered"
-        out.append(f"<p>Cliff at step {cliff.step:,} ({cliff.sigmas:.0f} sigma, {back}): {escape(lost)}</p>")
+    out += [f"<p>{escape(sentence.capitalize())}</p>" for sentence in cliff_sentences(run)]
     if run.verdict.causes:
         causes = "".join(f"<li>{escape(cause)}</li>" for cause in run.verdict.causes)
         out.append(f"<p>What usually causes it, the likeliest first:</p><ol>{causes}</ol>")
     steps = milestones([log])
     keys = [key for key in TABLE if key in run.means]
-    rows = {key: at_milestones(run, key, steps, window) for key in keys}
-    shown = [i for i, _ in enumerate(steps) if any(math.isfinite(rows[key][i]) for key in keys)]
-    out += _table(
-        f"Rolling mean of {min(window, len(log))} entries", ["step", *keys],
-        ([f"{steps[i]:,}", *(number(rows[key][i]) for key in keys)] for i in shown),
-    )  # fmt: skip
-    changed: dict[tuple[int, int], dict[str, str]] = {}
-    for key in CHANGES:
-        for one in trend.changes(log, key, steps, window):
-            cell = f"{one.change:+.4f} ± {(one.high - one.low) / 2:.4f}"
-            changed.setdefault((one.first_step, one.last_step), {})[key] = cell
-    some = [key for key in CHANGES if any(key in cells for cells in changed.values())]
-    out += _table(
-        "Change from milestone to milestone, with its 95 % interval", ["steps", *some],
-        ([f"{a:,} to {b:,}", *(cells.get(key, "") for key in some)] for (a, b), cells in sorted(changed.items())),
-    )  # fmt: skip
+    rolling = f"Rolling mean of {min(window, len(log))} entries"
+    out += _table(rolling, ["step", *keys], means_rows(run, keys, steps, window))
+    some, changed = changes_rows(log, steps, window)
+    out += _table("Change from milestone to milestone, with its 95 % interval", ["steps", *some], changed)
     out += _table(
         "Slope per 1,000 steps", ["metric", "slope", "95 % interval", ""],
         (
@@ -112,11 +97,8 @@ def _run(run: Run, window: int) -> list[str]:
             for key, one in run.verdict.metrics.items()
         ),
     )  # fmt: skip
-    evals = [line for line in log.evals if isinstance(line.get("accepted_length"), int | float)]
-    out += _table(
-        "Evaluations", ["step", "accepted length", "rounds", "prompts"],
-        ([f"{e['step']:,}", number(e["accepted_length"]), _count(e, "rounds"), _count(e, "prompts")] for e in evals),
-    )  # fmt: skip
+    measured = ([f"{step:,}", number(length)] for step, length in accepted_lengths(log))
+    out += _table("Evaluations", ["step", "accepted length"], measured)
     alerts = ([f"{line['step']:,}", str(line.get("sentence", ""))] for line in log.alerts)
     return out + _table("Alerts", ["step", "what"], alerts)
 
@@ -125,12 +107,9 @@ def _side_by_side(runs: Sequence[Run], references: dict[str, Series], window: in
     steps = milestones([run.series for run in runs])
     out = ["<h2>Side by side</h2>", '<div class="row">']
     for key in SIDE_BY_SIDE:
-        curves = [(run.label, at_milestones(run, key, steps, window)) for run in runs if key in run.means]
-        curves += [(f"[{name}]", reference_at(log, key, steps)) for name, log in references.items()]
-        curves = [(name, values) for name, values in curves if np.isfinite(values).any()]
-        shown = [i for i, _ in enumerate(steps) if any(math.isfinite(values[i]) for _, values in curves)]
-        rows = ([f"{steps[i]:,}", *(number(values[i]) for _, values in curves)] for i in shown)
-        out += ["<div>", *_table(key, ["step", *(name for name, _ in curves)], rows), "</div>"]
+        curves = beside(runs, references, key, steps, window)
+        table = _table(key, ["step", *(name for name, _ in curves)], curve_rows(curves, steps))
+        out += ["<div>", *table, "</div>"]
     return [*out, "</div>"]
 
 
@@ -145,8 +124,3 @@ def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> li
 
 def _state(state: str) -> str:
     return f'<span class="state {state.split()[0]}">{escape(state)}</span>'
-
-
-def _count(line: dict[str, object], key: str) -> str:
-    value = line.get(key)
-    return f"{value:,}" if isinstance(value, int) else ""

@@ -6,7 +6,6 @@ A colour is a run; dashed lines are references; points are evaluations; dotted v
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from dflash.report.series import Floats, ReportError, Series, rolling_mean
-from dflash.report.text import Run, short
+from dflash.report.text import Run, accepted_lengths, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -167,7 +166,7 @@ def _draw(axes: Axes, panel: Panel, runs: Sequence[Run], references: dict[str, S
                 shown.append(log.column(key)[inside])
     for i, run in enumerate(runs):
         if panel.metrics[0][0] == "avg_streak":
-            points = [(e["step"], e["accepted_length"] - 1) for e in run.series.evals if _is_number(e)]
+            points = [(step, length - 1) for step, length in accepted_lengths(run.series)]
             if points:
                 axes.plot(*zip(*points, strict=True), "o", markersize=5, color=_colour(i), markeredgecolor="white")
                 shown.append(np.array([value for _, value in points]))
@@ -204,11 +203,6 @@ def _width(log: Series, window: int) -> int:
 def _has(log: Series, key: str) -> bool:
     keys = ("feature_wait_s", "step_s") if key == "waiting" else (key,)
     return all(np.isfinite(log.column(one)).any() for one in keys)
-
-
-def _is_number(line: dict[str, Any]) -> bool:
-    value = line.get("accepted_length")
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _limit(axes: Axes, shown: Sequence[Floats]) -> None:

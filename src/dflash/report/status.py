@@ -15,7 +15,7 @@ from dflash.checkpoint_folder import COMPLETE, complete
 from dflash.config import ConfigError, load_config
 from dflash.report import trend
 from dflash.report.series import Floats, ReportError, Series, read_series
-from dflash.report.text import wrap
+from dflash.report.text import accepted_lengths, wrap
 
 REFRESH_S = 5.0
 RECENT = 200
@@ -82,7 +82,7 @@ def is_held(run_dir: Path) -> bool:
     try:
         with open(run_dir / ".lock", "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     except BlockingIOError:
         return True
@@ -178,7 +178,7 @@ def _left(log: Series, start: dict[str, Any], step: int, total: int | None) -> f
 
 
 def _evaluation(log: Series) -> str:
-    known = [(e["step"], e["accepted_length"]) for e in log.evals if isinstance(e.get("accepted_length"), int | float)]
+    known = accepted_lengths(log)
     if not known:
         return "none yet"
     best = max(known, key=lambda one: one[1])

@@ -159,11 +159,12 @@ def render_run(run: Run, window: int) -> str:
     keys = [key for key in TABLE if key in run.means]
     if keys:
         lines += ["", f"rolling mean of {min(window, len(log))} entries"]
-        rows = {key: at_milestones(run, key, steps, window) for key in keys}
-        shown = [i for i, _ in enumerate(steps) if any(math.isfinite(rows[key][i]) for key in keys)]
-        lines += _table(["step", *keys], [[f"{steps[i]}", *(number(rows[key][i]) for key in keys)] for i in shown])
+        lines += _table(["step", *keys], means_rows(run, keys, steps, window))
         lines += ["", *(_curve(key, log, run.means[key], window) for key in keys)]
-        lines += _changes(log, steps, window)
+        names, rows = changes_rows(log, steps, window)
+        if rows:
+            lines += ["", "change from milestone to milestone, with its 95 % interval"]
+            lines += _table(["steps", *names], rows)
     if run.verdict.metrics:
         lines += ["", "slope per 1,000 steps, 95 % interval"]
     for key, one in run.verdict.metrics.items():
@@ -195,9 +196,7 @@ def header(log: Series, window: int) -> list[str]:
         rates.append(f"{spent:.3g} s a step" + (f", {wait / spent:.0%} of it for features" if wait >= 0 else ""))
     if rates:
         out.append(f"last {min(window, len(log))} entries: {', '.join(rates)}")
-    measured = ((line["step"], line.get("accepted_length")) for line in log.evals)
-    accepted = [(step, value) for step, value in measured if isinstance(value, int | float)]
-    if accepted:
+    if accepted := accepted_lengths(log):
         best_step, best_value = max(accepted, key=lambda pair: pair[1])
         out.append(
             f"evaluations: {len(accepted)}, accepted length {accepted[-1][1]:.3f} at step {accepted[-1][0]:,}, "
@@ -206,6 +205,12 @@ def header(log: Series, window: int) -> list[str]:
     if log.alerts:
         out.append(f"alerts: {len(log.alerts)}, the last at step {log.alerts[-1]['step']:,}")
     return out
+
+
+def accepted_lengths(log: Series) -> list[tuple[int, float]]:
+    """(step, accepted length) of the evaluations that measured one."""
+    measured = ((line["step"], line.get("accepted_length")) for line in log.evals)
+    return [(step, value) for step, value in measured if isinstance(value, int | float) and math.isfinite(value)]
 
 
 def _curve(key: str, log: Series, means: Floats, window: int) -> str:
@@ -232,25 +237,36 @@ def sparkline(values: Floats, width: int) -> str:
     return "".join(_BARS[round(s)] if np.isfinite(p) else " " for s, p in zip(scaled, picked, strict=True))
 
 
-def _changes(log: Series, steps: Sequence[int], window: int) -> list[str]:
-    rows: dict[tuple[int, int], dict[str, str]] = {}
-    keys = [key for key in CHANGES if key in log.columns]
-    for key in keys:
+def means_rows(run: Run, keys: Sequence[str], steps: Sequence[int], window: int) -> list[list[str]]:
+    """Step and rolling means; steps at which there is none are left out."""
+    return curve_rows([(key, at_milestones(run, key, steps, window)) for key in keys], steps)
+
+
+def changes_rows(log: Series, steps: Sequence[int], window: int) -> tuple[list[str], list[list[str]]]:
+    """The metrics of :data:`CHANGES` that are there, and their changes from milestone to milestone."""
+    cells: dict[tuple[int, int], dict[str, str]] = {}
+    for key in CHANGES:
         for one in trend.changes(log, key, steps, window):
             cell = f"{one.change:+.4f} ± {(one.high - one.low) / 2:.4f}"
-            rows.setdefault((one.first_step, one.last_step), {})[key] = cell
-    if not rows:
-        return []
-    table = [[f"{a}-{b}", *(cells.get(key, "") for key in keys)] for (a, b), cells in sorted(rows.items())]
-    return ["", "change from milestone to milestone, with its 95 % interval", *_table(["steps", *keys], table)]
+            cells.setdefault((one.first_step, one.last_step), {})[key] = cell
+    keys = [key for key in CHANGES if any(key in row for row in cells.values())]
+    return keys, [[f"{a}-{b}", *(row.get(key, "") for key in keys)] for (a, b), row in sorted(cells.items())]
+
+
+def cliff_sentences(run: Run) -> list[str]:
+    """Every cliff of the log in words."""
+    out = []
+    for cliff in run.cliffs:
+        lost = ", ".join(f"{key} {a:.3f} to {b:.3f}" for key, (a, b) in cliff.change.items())
+        back = "recovered since" if cliff.recovered else "not recovered"
+        out.append(f"cliff at step {cliff.step:,} ({cliff.sigmas:.0f} sigma, {back}): {lost}")
+    return out
 
 
 def _verdict(run: Run) -> list[str]:
     lines = wrap(run.verdict.sentence, "verdict: ")
-    for cliff in run.cliffs:
-        lost = ", ".join(f"{key} {a:.3f} to {b:.3f}" for key, (a, b) in cliff.change.items())
-        back = "recovered since" if cliff.recovered else "not recovered"
-        lines += wrap(f"cliff at step {cliff.step:,} ({cliff.sigmas:.0f} sigma, {back}): {lost}")
+    for sentence in cliff_sentences(run):
+        lines += wrap(sentence)
     if run.verdict.causes:
         lines.append("what usually causes it, the likeliest first:")
     for number, cause in enumerate(run.verdict.causes, start=1):
@@ -263,17 +279,30 @@ def render_side_by_side(runs: Sequence[Run], references: dict[str, Series], wind
     steps = milestones([run.series for run in runs])
     lines = [_rule("side by side")]
     for key in SIDE_BY_SIDE:
-        curves = [(run.label, at_milestones(run, key, steps, window)) for run in runs if key in run.means]
-        curves += [(f"[{name}]", reference_at(log, key, steps)) for name, log in references.items()]
-        curves = [(name, values) for name, values in curves if np.isfinite(values).any()]
+        curves = beside(runs, references, key, steps, window)
         for part in range(0, len(curves), 4):
             some = curves[part : part + 4]
-            shown = [i for i, _ in enumerate(steps) if any(math.isfinite(values[i]) for _, values in some)]
             head = ["step", *(short(name, 20) for name, _ in some)]
-            lines += ["", key]
-            lines += _table(head, [[f"{steps[i]}", *(number(values[i]) for _, values in some)] for i in shown])
+            lines += ["", key, *_table(head, curve_rows(some, steps))]
     lines += ["", *(f"{run.label}: {run.verdict.state}" for run in runs)]
     return "\n".join(lines)
+
+
+Curves = list[tuple[str, list[float]]]
+"""Names and values at the same steps."""
+
+
+def beside(runs: Sequence[Run], references: dict[str, Series], key: str, steps: Sequence[int], window: int) -> Curves:
+    """One metric of every run and reference that has it."""
+    curves = [(run.label, at_milestones(run, key, steps, window)) for run in runs if key in run.means]
+    curves += [(f"[{name}]", reference_at(log, key, steps)) for name, log in references.items()]
+    return [(name, values) for name, values in curves if np.isfinite(values).any()]
+
+
+def curve_rows(curves: Curves, steps: Sequence[int]) -> list[list[str]]:
+    """Step and values; steps at which there is none are left out."""
+    rows = zip(steps, *(values for _, values in curves), strict=True)
+    return [[f"{step}", *map(number, row)] for step, *row in rows if any(map(math.isfinite, row))]
 
 
 def short(name: str, length: int) -> str:

@@ -164,11 +164,12 @@ def verdict(series: Series, window: int = WINDOW) -> Verdict:
     step = int(series.step[-1]) if len(series) else 0
     at, keys = slice(max(len(series) - 2 * window, 0), None), present(series, window)
     if len(series) < window or not keys:
-        have = (
-            f"{len(series):,} of {window:,} entries"
-            if len(series) < window
-            else "no metric has finite values throughout"
-        )
+        if len(series) and not any(key in series.columns for key in METRICS):
+            have = f"none of {', '.join(METRICS)} is in the log"
+        elif len(series) < window:
+            have = f"{len(series):,} of {window:,} entries"
+        else:
+            have = "no metric has finite values throughout"
         return Verdict("too short to say", step, f"too short to say: {have}", None, lr_phase=phase)
     steps = series.step[at]
     columns = {key: series.column(key)[at] for key in keys}

@@ -62,7 +62,7 @@ class Link:
         self._connect, self.rank, self.leader, self.names = connect, rank, leader, names
         self.stopped, self.ready_s, self.silent_s = stopped, ready_s, silent_s
         self.store = connect()
-        self._seen: dict[int, tuple[bytes, float]] = {}
+        self._seen: dict[int, tuple[bytes, float, float]] = {}
         self._answered: set[bytes] = set()
         self._nonce = uuid.uuid4().hex
         self._closed = threading.Event()
@@ -176,10 +176,11 @@ class Link:
         PeerLost: the heartbeat of ``rank`` has not changed for ``heartbeat_timeout_s`` of this process's clock.
         """
         beat, now = self.beat_of(rank, store), time.monotonic()
-        last, since = self._seen.get(rank, (None, now))
-        if beat != last:
+        last, since, looked = self._seen.get(rank, (None, now, now))
+        # Silence counts only where it was listened to: after Ctrl-Z and fg all processes have slept alike.
+        if beat != last or now - looked > max(2 * SLICE_S, self.silent_s / 2):
             since = now
-        self._seen[rank] = (beat, since)
+        self._seen[rank] = (beat, since, now)
         if now - since > self.silent_s:
             raise PeerLost(
                 f"{self.names[rank]}: no sign of life for {now - since:.0f} s "

@@ -67,7 +67,10 @@ class FeatureStore:
         self.first_sample = np.unique(shard_of_token, return_index=True)[1]
         self.shard_of = np.searchsorted(self.first_sample, np.arange(len(data)), side="right") - 1
         self._open: dict[int, Any] = {}
-        manifest = folder / "manifest.json"
+        self._agree()
+
+    def _agree(self) -> None:
+        folder, contract, manifest = self.folder, self.contract, self.folder / "manifest.json"
         if not manifest.exists() and any(folder.glob("*.safetensors")):
             raise StoreError(
                 f"data.features: {folder} holds files but no manifest.json that says of what: name another"
@@ -99,10 +102,18 @@ class FeatureStore:
             SickFeatures: the target gave something that must not be trained on.
         """
         if not self.missing():
+            self._agree()  # another process may have been here since this object was made
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with self._locked():
-            self._capture(target, tokens_per_batch)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with self._locked():
+                self._agree()
+                self._capture(target, tokens_per_batch)
+        except OSError as error:
+            raise StoreError(
+                f"data.features: {self.folder} cannot be written ({error}); make room, or name a folder of yours, and "
+                "start again: finished shards are kept"
+            ) from error
 
     def _capture(self, target: Target, tokens_per_batch: int) -> None:
         missing, width = self.missing(), target.hidden_size * len(target.context_layers)
@@ -126,12 +137,10 @@ class FeatureStore:
                 try:
                     save_file(tensors, part, {ABOUT: json.dumps(about)})  # one key: they have no order
                     os.replace(part, self._file(shard))
-                except (OSError, SafetensorError) as error:
+                except SafetensorError as error:
+                    raise OSError(str(error)) from error
+                finally:
                     part.unlink(missing_ok=True)
-                    raise StoreError(
-                        f"data.features: {self._file(shard)} could not be written ({error}); all features need "
-                        f"{needed / 2**30:.2f} GiB: make room and start again, finished shards are kept"
-                    ) from error
 
     def _captured(self, shard: int, target: Target, tokens_per_batch: int, bar: Any) -> dict[str, torch.Tensor]:
         samples = np.arange(self._samples(shard).start, self._samples(shard).stop)
@@ -153,8 +162,10 @@ class FeatureStore:
         return range(int(self.first_sample[shard]), int(ends[shard]))
 
     def _about(self, shard: int) -> dict[str, Any]:
-        """What a shard says of itself: whose it is, and its place."""
-        return {"store": self._digest, "shard": shard, "first_sample": self._samples(shard).start}
+        """What a shard says of itself: whose it is, its place and its size."""
+        samples = self._samples(shard)
+        tokens = self.data.offsets[samples.stop] - self.data.offsets[samples.start]
+        return {"store": self._digest, "shard": shard, "first_sample": samples.start, "tokens": int(tokens)}
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 CONTRACT = (
     "block_size", "mask_token_id", "target_layer_ids", "vocab_size", "hidden_size", "intermediate_size",
     "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "layer_types", "sliding_window",
-    "rope_parameters",
+    "rope_parameters", "rms_norm_eps", "attention_bias",
 )  # fmt: skip
 """What makes two drafters the same model but for their weights."""
 

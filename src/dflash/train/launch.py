@@ -119,7 +119,6 @@ def _launch(config: Config, run_dir: Path, here: Sequence[Role], machines: Machi
             _tokenise(config)
         os.environ |= {
             ORDERS: str(orders), LAUNCHER: str(os.getpid()), NODE: str(machines.node), NODES: str(machines.nodes),
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_shutdown_s(config)),
         }  # fmt: skip
         if len(here) > 1:  # or each would take all cores and they would spin against one another
             os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // len(here))))
@@ -135,9 +134,11 @@ def _launch(config: Config, run_dir: Path, here: Sequence[Role], machines: Machi
             max_restarts=config.placement.max_restarts,
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=str(orders)),
+            signals_to_handle=",".join(_handled()),
         )
         try:
-            elastic_launch(elastic, sys.executable)("-m", "dflash.train.worker")
+            with _patience(_shutdown_s(config)):
+                elastic_launch(elastic, sys.executable)("-m", "dflash.train.worker")
         except SignalException as error:
             _report_verdict(orders)
             return 128 + error.sigval
@@ -150,6 +151,30 @@ def _launch(config: Config, run_dir: Path, here: Sequence[Role], machines: Machi
                 "command on each, with its own --node-rank"
             ) from error
     return 0
+
+
+def _handled() -> list[str]:
+    """Signals that end the run: the library would take SIGHUP from a run that nohup protects from it."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return ["SIGTERM", "SIGINT", "SIGQUIT", *([] if ignored else ["SIGHUP"])]
+
+
+@contextmanager
+def _patience(seconds: int) -> Iterator[None]:
+    """After a signal, let workers save for so long before they are killed. PyTorch 2.12 has an option for it, 2.11 a
+    fixed 30 s; all versions end workers through this method, and name a signal only if they pass one on."""
+    from torch.distributed.elastic.multiprocessing import PContext
+
+    close = PContext.close
+
+    def patient(self: Any, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        close(self, death_sig, timeout if death_sig is None else seconds)
+
+    PContext.close = patient  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PContext.close = close  # type: ignore[method-assign]
 
 
 def _tokenise(config: Config) -> None:

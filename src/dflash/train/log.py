@@ -94,10 +94,13 @@ class MetricsLog:
             self._trackers.finish()
 
 
-def drop_lines_after(path: Path, step: int) -> int:
+def drop_lines_after(path: Path, step: int, owes_eval: bool = False) -> int:
     """Remove lines of steps newer than ``step``, and a half-written last line; returns how many lines went.
 
     Atomic: a kill in the middle leaves the old file.
+
+    Args:
+        owes_eval: the evaluation of ``step`` comes again, so a line that a killed attempt wrote of it goes too.
     """
     if not path.exists():
         return 0
@@ -106,7 +109,8 @@ def drop_lines_after(path: Path, step: int) -> int:
         if not line:
             continue
         try:
-            keep = json.loads(line)["step"] <= step
+            read = json.loads(line)
+            keep = read["step"] <= step and not (owes_eval and (read["step"], read.get("kind")) == (step, "eval"))
         except (ValueError, KeyError, TypeError):
             keep = False
         kept += [line] if keep else []

@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from dflash.config import Config
 from dflash.data.batches import Batch
-from dflash.decode.walk import Answer, _groups
+from dflash.decode.walk import Answer, answer_groups
 from dflash.model import DFlashDraftModel
 from dflash.score import padded_tokens
 from dflash.target.features import TargetFeatures
@@ -142,7 +142,9 @@ def _connect(
 
 
 def _eval_groups(config: Config, told: dict[str, Any]) -> list[list[int]]:
-    return _groups([len(prompt) + len(answer) for prompt, answer in told["answers"]], config.train.tokens_per_batch)
+    return answer_groups(
+        [len(prompt) + len(answer) for prompt, answer in told["answers"]], config.train.tokens_per_batch
+    )
 
 
 def _items(config: Config, prepared: Prepared, told: dict[str, Any], everyone: Sequence[Role]) -> Any:

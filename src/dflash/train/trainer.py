@@ -18,6 +18,7 @@ from dflash.data.batches import Batch, counted_slots, sample_anchors
 from dflash.decode.walk import Answer, walk
 from dflash.metrics import add_sums, divide, pooled_sums, read
 from dflash.model import DFlashDraftModel, slot_weights
+from dflash.model.blocks import Blocks
 from dflash.score import anchor_rows, score_blocks
 from dflash.target.features import SickFeatures, TargetFeatures
 from dflash.target.link import Interrupted, PeerLost
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from dflash.target.model import Target
     from dflash.target.remote import RemoteTarget
     from dflash.target.stream import Stream
+
+
+EMPTY = "step {step}: every batch of it was sick, so there is nothing to train on"
 
 
 class NonFiniteStep(RuntimeError):
@@ -151,7 +155,9 @@ class Trainer:
                 with self.feature_clock:
                     features = self.features_of(batch)
             except SickFeatures as error:
-                skipped += self.tolerate(step, error)
+                skipped += 1
+                self.tolerate(step, error, self.skipped + skipped)
+                sick.append(torch.tensor(False, device=self.device))  # not trained on
                 continue
             seed = noise_seed(self.config.seed, batch.epoch, batch.index)
             context = add_noise(features.context, self.target.hidden_size, std, seed)
@@ -165,7 +171,7 @@ class Trainer:
             self.flops += anchors.flops
             sick.append(features.sick(self.target.hidden_size))
         if not sums:
-            raise SickFeatures(f"step {step}: every batch of it was sick, so there is nothing to train on")
+            sums = self.nothing(step)
         gradients = [p.grad for p in self.drafter.parameters() if p.grad is not None]
         sums["ill"] = torch.stack(sick).sum().double()
         sums["skipped"] = torch.tensor(float(skipped), dtype=torch.float64, device=self.device)
@@ -180,17 +186,24 @@ class Trainer:
         batches: list[Batch] = self.plan.batches(step)
         return batches[self.peers.rank :: self.peers.size] if self.peers else batches
 
-    def tolerate(self, step: int, error: SickFeatures) -> int:
-        """Count a batch that could not be trained on; one more than allowed ends the run."""
-        self.skipped += 1
+    def nothing(self, step: int) -> dict[str, Tensor]:
+        """Sums and gradients of a rank all of whose batches were sick: the others wait for its share."""
+        if self.peers is None or self.peers.size == 1:
+            raise SickFeatures(EMPTY.format(step=step))
+        for parameter in self.drafter.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        blank = torch.zeros(0, len(self.slot_weight), dtype=torch.bool, device=self.device)
+        zero = torch.zeros((), device=self.device)
+        return pooled_sums(Blocks(blank, blank, blank, blank, blank, blank), blank.long(), zero, zero, 0)
+
+    def tolerate(self, step: int, error: SickFeatures, skipped: int) -> None:
+        """Batch number ``skipped`` that could not be trained on; one more than allowed ends the run."""
         allowed = self.max_sick
-        if self.skipped > allowed:
+        if skipped > allowed:
             said = "none is tolerated" if not allowed else f"{allowed} are tolerated and this is one more"
             raise SickFeatures(f"step {step}: {error}; {said} (placement.max_sick_batches)") from error
-        log.warning(
-            f"step {step}: {error}; skipped, {self.skipped} of {allowed} that placement.max_sick_batches allows"
-        )
-        return 1
+        log.warning(f"step {step}: {error}; skipped, {skipped} of {allowed} that placement.max_sick_batches allows")
 
     def update(self, step: int, weight_sum: Tensor, grad_norm: Tensor, refused: Tensor) -> None:
         """Divide, clip and step, all on the device: where ``refused`` is true, nothing reaches the weights."""
@@ -298,7 +311,7 @@ class Trainer:
 
     def explain_sick(self, step: int, flags: Sequence[float]) -> None:
         """Say which batch arrived sick, though its replica had found it sound; the step was not applied."""
-        for batch, is_ill in zip(self.own_batches(step), flags, strict=False):
+        for batch, is_ill in zip(self.own_batches(step), flags, strict=True):
             if is_ill and self.peers is None:
                 self.features_of(batch).check(self.target.hidden_size)  # again, for the sentence
             if is_ill:
@@ -326,6 +339,14 @@ class Trainer:
         norm, loss = host["grad_norm"], host["loss"]
         if host["ill"]:
             self.explain_sick(step, host["sick"])
+        if not host["weight"]:
+            raise SickFeatures(EMPTY.format(step=step))
+        self.skipped += int(host["skipped"])
+        if self.skipped > self.max_sick:  # each of several drafters counted its own
+            raise SickFeatures(
+                f"step {step}: {self.skipped} sick batches so far on all drafters together and {self.max_sick} are "
+                "tolerated (placement.max_sick_batches); the log has each"
+            )
         if not (np.isfinite(norm) and np.isfinite(loss)):
             samples = [int(s) for batch in batches for s in batch.samples]
             named = ", ".join(f"{s} ({self.data.describe(s)})" for s in samples[:16]) + ", ..." * (len(samples) > 16)

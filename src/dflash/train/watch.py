@@ -23,6 +23,8 @@ LINE_EVERY_S = 30.0
 RECENT = 50
 """Steps that the shown figures are means of."""
 AVERAGED = ("loss", "accuracy", "avg_streak", "step_s", "feature_wait_s")
+STREAMED = ("replica_wait_s", "moved_bytes")
+"""Of runs of several processes only."""
 
 
 class Alerts:
@@ -90,7 +92,8 @@ class ProgressLine:
     """A progress bar on a terminal; elsewhere a plain line in the log every :data:`LINE_EVERY_S` seconds.
 
     Loss, accuracy, streak, tokens/s, share of the time spent waiting for features and MFU (the drafter's model FLOPs,
-    where the device's peak is known) are means of the last steps; the time left is at their pace.
+    where the device's peak is known) are means of the last steps; the time left is at their pace. Where features come
+    from other processes: how many replicas stood still on average because the drafter had no room, and bytes/s.
 
     Args:
         done: steps trained already.
@@ -113,7 +116,8 @@ class ProgressLine:
 
     def update(self, line: dict[str, Any], flops: float) -> None:
         """One more step, by its metrics line."""
-        self._recent.append((*(line[key] for key in AVERAGED), line["tokens_per_s"] * line["step_s"], flops))
+        streamed = (line.get(key, np.nan) for key in STREAMED)
+        self._recent.append((*(line[key] for key in AVERAGED), line["tokens_per_s"] * line["step_s"], flops, *streamed))
         self._ends.append(time.perf_counter())
         if not self._bar.disable:
             self._bar.set_postfix_str(self.figures(), refresh=False)
@@ -126,7 +130,9 @@ class ProgressLine:
 
     def figures(self) -> str:
         """Means of the last steps, in words."""
-        loss, accuracy, streak, spent, wait, tokens, flops = np.mean(self._recent, axis=0)
+        loss, accuracy, streak, spent, wait, tokens, flops, idle, moved = np.mean(self._recent, axis=0)
         text = f"loss {loss:.3f}, accuracy {accuracy:.3f}, streak {streak:.2f}"
         text += f", {tokens / spent:,.0f} tok/s, wait {wait / spent:.0%}"
+        if not np.isnan(moved):
+            text += f", {idle / spent:.1f} replicas idle, {moved / spent / 1e6:,.0f} MB/s"
         return text + (f", MFU {flops / spent / self.peak:.0%}" if self.peak else "")

@@ -31,7 +31,7 @@ ORDERS = "DFLASH_ORDERS"
 """Environment variable: the folder in which the launcher left the config, and in which a worker says why it gave up."""
 LAUNCHER = "DFLASH_LAUNCHER_PID"
 NODE, NODES = "DFLASH_NODE", "DFLASH_NODES"
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1
 SILENT_LEADER_S = 8.0
 """After a signal, without a heartbeat of the leader's: it is gone and there is nothing to wait for."""
@@ -60,7 +60,7 @@ class Orders:
 
     @classmethod
     def listen(cls, leads: bool) -> Orders:
-        """Take SIGINT and SIGTERM in a thread: handlers of the main thread would wait for a transfer or collective."""
+        """Take :data:`SIGNALS` in a thread: handlers of the main thread would wait for a transfer or collective."""
         orders = cls(threading.Event(), leads=leads)
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         threading.Thread(target=orders._wait, name="signals", daemon=True).start()
@@ -208,7 +208,8 @@ def _lead(config: Config, run_dir: Path, make: Any, orders: Orders, opened: Any)
         # Nothing of the run was touched until here: what follows happens only to a run that can go on.
         trainer.checkpoints.remove_remains()
         write_config(config, run_dir / "config.yaml")
-        dropped = drop_lines_after(run_dir / "metrics.jsonl", trainer.progress.step if newest else -1)
+        last = trainer.progress.step if newest else -1
+        dropped = drop_lines_after(run_dir / "metrics.jsonl", last, trainer.progress.owes_eval)
         if newest or dropped:
             start = (
                 f"continuing after step {trainer.progress.step}" if newest else "no complete checkpoint: starting over"
