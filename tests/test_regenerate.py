@@ -370,6 +370,8 @@ def test_what_is_refused(target, tmp_path, capfd):
     for more, words in (
         (("--top-p", "0.9"), "--top-p is for servers"),
         (("--temperature", "-1"), "--temperature -1.0"),
+        (("--prompts", str(tmp_path / "nothing.jsonl")), "nothing.jsonl: no such file"),
+        (("--out", str(tmp_path / "nowhere" / "a.jsonl")), "nowhere does not exist; make the folder first"),
         (("--max-new-tokens", "512"), "leaves no room for a prompt in 512 positions"),
         (("--server", "nonsense", "--max-new-tokens", "9"), "is no address of a server"),
     ):

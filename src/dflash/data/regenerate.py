@@ -5,7 +5,7 @@ place of 6.0 in the DFlash paper). So every user turn is answered anew, in order
 
     OUT                        kept rows: messages, finish_reason, and the exact ids where they are known
     OUT.rejected.jsonl         rows that cannot be used, with the reason, and what the target said
-    OUT.settings.json          what the answers depend on; a later call must agree
+    OUT.settings.json          what the answers depend on (target, its template, sampling); a later call must agree
 
 A row is written whole when its last turn is answered. What is done is known by the rows' keys (a digest of id and
 messages), so that after a kill, or with more prompts, the same command goes on with what is missing.
@@ -77,6 +77,10 @@ def run(settings: Settings) -> int:
         raise DataError("--top-p is for servers: here answers are drawn from the whole distribution; leave it out")
     if not 0 <= s.temperature < float("inf") or not 0 < s.top_p <= 1:
         raise DataError(f"--temperature {s.temperature} --top-p {s.top_p}: give 0 or more, and above 0 up to 1")
+    if not s.out.parent.is_dir():
+        raise DataError(f"{s.out.parent} does not exist; make the folder first")
+    for source in s.prompts:
+        next(read_rows(source), None)  # a slip of the pen shows before a large target is loaded
     known = load_target_config(s.target)
     tokenizer = load_tokenizer(s.target)
     kwargs = {} if s.enable_thinking is None else {"enable_thinking": s.enable_thinking}
@@ -138,8 +142,6 @@ def regenerate(
         ServedError: the server is gone; the same command goes on later.
     """
     rejected = out.with_name(out.name + ".rejected.jsonl")
-    if not out.parent.is_dir():
-        raise DataError(f"{out.parent} does not exist; make the folder first")
     try:
         counts, before = _answer(sources, out, rejected, backend, turns, settings, limit)
     except OSError as error:  # closing a file on a full disk raises once more
