@@ -80,8 +80,8 @@ def soft_kl(t):
             (student / TEMPERATURE).log_softmax(-1), teacher.log_softmax(-1), reduction="none", log_target=True
         ).sum(-1) * TEMPERATURE**2  # fmt: skip
         soft = ((weight * blocks.counted_NJ)[blocks.counted_NJ] * kl).sum()
-        mixed = (1 - MIXTURE) * scored.loss.weighted_sum + MIXTURE * soft
-        return replace(scored, loss=scored.loss._replace(weighted_sum=mixed))
+        mixed = (1 - MIXTURE) * scored.weighted_sum + MIXTURE * soft
+        return replace(scored, weighted_sum=mixed)
 
     trainer.score_blocks = scored_with_divergence
     return t

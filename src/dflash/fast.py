@@ -20,6 +20,7 @@ log = logging.getLogger("dflash")
 
 KERNELS = "Triton kernels of loss and optimizer"
 COMPILED = "compiled layers and flex attention"
+TARGET = "compiled parts of the target"
 _off: set[str] = set()
 
 

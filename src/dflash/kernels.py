@@ -20,9 +20,9 @@ LOGITS_BLOCK, ADAMW_BLOCK = 4096, 1024
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _read_rows(logits, label, weight, ce, rank, vocab, SLOPE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _read_rows(logits, label, ce, rank, vocab, SLOPE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """One program per row: pass one keeps a running maximum and sum in every lane, pass two (mostly out of the L2
-    cache) overwrites the row with ``weight * (softmax - onehot)``."""
+    cache) overwrites the row with ``softmax - onehot``."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocab
     target = tl.load(label + row)
@@ -42,30 +42,29 @@ def _read_rows(logits, label, weight, ce, rank, vocab, SLOPE: tl.constexpr, BLOC
     tl.store(ce + row, log_z - chosen)
     tl.store(rank + row, tl.sum(above, axis=0).to(tl.int64))
     if SLOPE:
-        w = tl.load(weight + row)
         d = chosen - log_z
         near_one = d * (1 + d / 2 * (1 + d / 3 * (1 + d / 4)))  # exp(d) - 1 cancels where the label is all but sure
-        own = tl.where(d > -0.05, near_one, tl.exp(d) - 1) * w
+        own = tl.where(d > -0.05, near_one, tl.exp(d) - 1)
         for start in range(0, vocab, BLOCK):
             token = start + tl.arange(0, BLOCK)
             score = tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-            slope = tl.where(token == target, own, tl.exp(score - log_z) * w)
+            slope = tl.where(token == target, own, tl.exp(score - log_z))
             tl.store(logits + token, slope.to(logits.dtype.element_ty), mask=token < vocab)
 
 
-def read_logits(logits: Tensor, label: Tensor, weight: Tensor, *, slope: bool) -> tuple[Tensor, Tensor, Tensor]:
+def read_logits(logits: Tensor, label: Tensor, *, slope: bool) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`dflash.loss.read_logits`; the slope returned is ``logits`` itself, overwritten.
 
     Args:
         logits: [m, V], contiguous.
-        label: int64 [m]. weight: fp32 [m].
+        label: int64 [m].
         slope: False leaves the logits as they are.
     """
     rows, vocab = logits.shape
     ce = torch.empty(rows, dtype=torch.float32, device=logits.device)
     rank = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
-        _read_rows[(rows,)](logits, label, weight, ce, rank, vocab, SLOPE=slope, BLOCK=LOGITS_BLOCK, num_warps=16)
+        _read_rows[(rows,)](logits, label, ce, rank, vocab, SLOPE=slope, BLOCK=LOGITS_BLOCK, num_warps=16)
     return ce, rank, logits
 
 

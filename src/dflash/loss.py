@@ -11,7 +11,7 @@ Shape letters: M scored slots, D hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,19 +22,8 @@ from dflash import fast
 CHUNK_BYTES = 1 << 28  # of one fp32 logits chunk; on a CPU several of that size are alive at the peak
 
 
-class HeadLoss(NamedTuple):
-    """Result of :func:`frozen_head_loss`."""
-
-    weighted_sum: Tensor
-    """fp32 scalar, ``sum(weight * ce)``; the only differentiable member, and only towards the hidden states."""
-    ce_M: Tensor
-    """fp32 [M]: cross-entropy of each slot in nats."""
-    rank_M: Tensor
-    """int64 [M]: how many tokens the drafter prefers to the label (0: the label is its argmax)."""
-
-
-def read_logits(logits: Tensor, label: Tensor, weight: Tensor, *, slope: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one chunk [m, V]: cross-entropy [m], label rank [m], and ``weight * (softmax - onehot)`` in the logits' dtype.
+def read_logits(logits: Tensor, label: Tensor, *, slope: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Of one chunk [m, V]: cross-entropy [m], label rank [m], and ``softmax - onehot`` in the logits' dtype.
 
     The reference of :func:`dflash.kernels.read_logits`, and what a CPU runs. ``slope`` False: no gradient is wanted.
     """
@@ -47,9 +36,9 @@ def read_logits(logits: Tensor, label: Tensor, weight: Tensor, *, slope: bool) -
     ce = (log_z - chosen).squeeze(1)
     if not slope:
         return ce, rank, logits
-    # softmax - onehot; in place, since every pass over a chunk costs a CPU as much as a tenth of its matrix products.
-    gradient = scores.sub_(log_z).exp_().mul_(weight[:, None]).to(logits.dtype)
-    gradient.scatter_(1, label, (torch.expm1(-ce) * weight)[:, None].to(gradient.dtype))
+    # In place, since every pass over a chunk costs a CPU as much as a tenth of its matrix products.
+    gradient = scores.sub_(log_z).exp_().to(logits.dtype)
+    gradient.scatter_(1, label, torch.expm1(-ce)[:, None].to(gradient.dtype))
     return ce, rank, gradient
 
 
@@ -57,17 +46,11 @@ def _reader(device: torch.device) -> Callable[..., tuple[Tensor, Tensor, Tensor]
     return cast(Any, fast.kernels().read_logits if fast.uses(fast.KERNELS, device) else read_logits)
 
 
-class _FrozenHeadLoss(torch.autograd.Function):
+class _FrozenHead(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        head_weight: Tensor,
-        head_bias: Tensor | None,
-        labels: Tensor,
-        weight: Tensor,
-        rows: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx: Any, hidden: Tensor, head_weight: Tensor, head_bias: Tensor | None, labels: Tensor, rows: int
+    ) -> tuple[Tensor, Tensor]:
         grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         ce = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         rank = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
@@ -75,31 +58,35 @@ class _FrozenHeadLoss(torch.autograd.Function):
         for start in range(0, hidden.shape[0], rows):
             part = slice(start, start + rows)
             logits = F.linear(hidden[part].to(head_weight.dtype), head_weight, head_bias)
-            ce[part], rank[part], slope = read(logits, labels[part], weight[part], slope=grad is not None)
+            ce[part], rank[part], slope = read(logits, labels[part], slope=grad is not None)
             if grad is not None:
                 grad[part] = (slope @ head_weight).to(hidden.dtype)
         ctx.save_for_backward(grad)
-        ctx.mark_non_differentiable(ce, rank)
-        return (ce * weight).sum(), ce, rank
+        ctx.mark_non_differentiable(rank)
+        return ce, rank
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
-        (grad,) = ctx.saved_tensors
-        return grad * upstream[0].to(grad.dtype), None, None, None, None, None
+        (grad,) = ctx.saved_tensors  # of each slot's own cross-entropy: a weight on it scales the row
+        return grad * upstream[0][:, None].to(grad.dtype), None, None, None, None
 
 
 def frozen_head_loss(
-    hidden: Tensor, head_weight: Tensor, labels: Tensor, weight: Tensor, head_bias: Tensor | None = None
-) -> HeadLoss:
-    """Weighted hard cross-entropy and label ranks of M slots.
+    hidden: Tensor, head_weight: Tensor, labels: Tensor, head_bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Hard cross-entropy of M slots under the frozen head, and the ranks of their labels.
 
     Args:
         hidden: [M, D] final-normed drafter states.
         head_weight: [V, D] the target's head, frozen; products run in its dtype, softmax in fp32.
         labels: int64 [M], the target's own choices.
-        weight: fp32 [M].
         head_bias: [V] or None.
+
+    Returns:
+        fp32 [M] cross-entropy in nats, differentiable once and only towards ``hidden``; int64 [M], how many tokens the
+        drafter prefers to the label (0: the label is its argmax).
     """
     rows = max(1, CHUNK_BYTES // (4 * head_weight.shape[0]))
     with torch.autocast(hidden.device.type, enabled=False):
-        return HeadLoss(*_FrozenHeadLoss.apply(hidden, head_weight, head_bias, labels, weight, rows))
+        ce_M, rank_M = _FrozenHead.apply(hidden, head_weight, head_bias, labels, rows)
+    return ce_M, rank_M

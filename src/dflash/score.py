@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash import fast
-from dflash.loss import HeadLoss, frozen_head_loss
+from dflash.loss import frozen_head_loss
 from dflash.metrics import ranks_by_slot
 from dflash.model import Blocks, DFlashDraftModel, attention_masks, make_blocks
 from dflash.target.features import TargetFeatures
@@ -49,8 +49,9 @@ class Scored:
     """A batch's blocks with their loss (unnormalised) and the rank of each label."""
 
     blocks: Blocks
-    loss: HeadLoss
     rank_NJ: Tensor
+    weighted_sum: Tensor
+    """fp32 scalar, ``sum(weight * ce)`` over counted slots; differentiable."""
     weight_sum: Tensor
 
 
@@ -113,8 +114,9 @@ def score_blocks(
     # Only counted slots meet the head, the largest matrix of all; the others have no label.
     flat = blocks.counted_NJ.flatten()
     at_M = (flat.nonzero() if counted is None else torch.nonzero_static(flat, size=counted)).squeeze(1)
-    loss = frozen_head_loss(
+    ce_M, rank_M = frozen_head_loss(
         slots_NJD.flatten(0, 1).index_select(0, at_M), borrowed.head_weight, blocks.labels_NJ.flatten()[at_M],
-        weight_NJ.flatten()[at_M], borrowed.head_bias,
+        borrowed.head_bias,
     )  # fmt: skip
-    return Scored(blocks, loss, ranks_by_slot(loss.rank_M, blocks.counted_NJ), weight_NJ.sum())
+    weighted = (weight_NJ.flatten()[at_M] * ce_M).sum()
+    return Scored(blocks, ranks_by_slot(rank_M, blocks.counted_NJ), weighted, weight_NJ.sum())

@@ -13,6 +13,7 @@ from transformers.initialization import no_init_weights
 
 from dflash.bench.shapes import H200_PEAK, SHAPES, capture_flops, target_config
 from dflash.bench.step import timed
+from dflash.target.compiled import choose_paths
 from dflash.target.model import Target
 
 PLAIN_CHUNK = 4096
@@ -104,6 +105,7 @@ def bench(
     other = timed(itertools.repeat(theirs), repeats, device) if peer else None
     want = theirs() if peer else None
     target = Target(module, None, context_layers)
+    choose_paths(target, rows * length)
 
     def ours() -> Any:
         return target.capture(documents, masks, list(range(rows)))

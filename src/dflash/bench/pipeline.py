@@ -22,6 +22,7 @@ from torch.multiprocessing.spawn import spawn
 from dflash.bench.capture import random_target
 from dflash.bench.shapes import SHAPES
 from dflash.bench.step import build, timed
+from dflash.target import compiled
 from dflash.target.features import assemble
 from dflash.target.link import Link
 from dflash.target.model import Target
@@ -49,6 +50,7 @@ def alternate(
     # The drafter of a cut target reads layers that are left, as many as before.
     context = list(np.linspace(0, depth - 2, len(SHAPES[shape].context_layers)).round().astype(int).tolist())
     target = Target(module, None, context)
+    compiled.choose_paths(target, tokens)
     trainer = build(SHAPES[shape], tokens, anchors, device, dtype, 1)
     choose_paths(trainer)
     ids, mask = trainer.data.sample(0)

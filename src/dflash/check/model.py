@@ -243,7 +243,7 @@ def _measure(config: Config, target: Target, data: DataFound) -> tuple[float, fl
         anchors, counted = _anchors(config, batch, data, features)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.target.dtype == "bfloat16"):
             scored = score_blocks(drafter, target, features, features.context, anchors, weight, counted)
-        scored.loss.weighted_sum.backward()
+        scored.weighted_sum.backward()
         drafter.zero_grad(set_to_none=True)
         _wait(device)
         out = (middle - begun, time.perf_counter() - middle)

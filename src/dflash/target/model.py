@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, wraps
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 from transformers import GenerationConfig
 
+from dflash.target.compiled import CompiledParts
 from dflash.target.features import TargetFeatures
 from dflash.target.load import TargetError, load_module, load_target_config, load_tokenizer
 
@@ -100,9 +101,9 @@ class Target:
     ) -> None:
         self.module, self.tokenizer = module.eval().requires_grad_(False), tokenizer
         self.config = module.config.get_text_config(decoder=True)
-        self._decoder = module.get_decoder()
-        self.layers: nn.ModuleList = _child(self._decoder, LAYER_LISTS, nn.ModuleList, "list of decoder layers")
-        self.final_norm = _child(self._decoder, FINAL_NORMS, nn.Module, "final norm")
+        self.decoder = module.get_decoder()
+        self.layers: nn.ModuleList = _child(self.decoder, LAYER_LISTS, nn.ModuleList, "list of decoder layers")
+        self.final_norm = _child(self.decoder, FINAL_NORMS, nn.Module, "final norm")
         head = module.get_output_embeddings()
         if head is None:
             raise TargetError(f"target.model: {type(module).__name__} has no head; name a causal language model")
@@ -128,6 +129,7 @@ class Target:
         self.eos_ids = self._end_ids()
         # generate() fills what a call leaves open from here: temperature, repetition_penalty, suppressed tokens ...
         module.generation_config = self._generation_config()
+        self.compiled: CompiledParts | None = None  # see dflash.target.compiled.choose_paths
         self._self_test()
 
     @property
@@ -199,8 +201,9 @@ class Target:
             sinks[self.label_layer] = lambda hidden_BSD: label_rows.append(
                 hidden_BSD.flatten(0, 1)[real[supervised].to(hidden_BSD.device)]
             )
-        with self.taps(sinks), sdpa_kernel(SHAPE_FREE_ATTENTION):
-            out = self._decoder(input_ids=self._on_device(padded_BS, np.int64), use_cache=False)
+        parts = self.compiled.in_place() if self.compiled else nullcontext()
+        with self.taps(sinks), sdpa_kernel(SHAPE_FREE_ATTENTION), parts:
+            out = self.decoder(input_ids=self._on_device(padded_BS, np.int64), use_cache=False)
         if self.label_layer == "final":
             normed_TD = out.last_hidden_state.flatten(0, 1)[real[supervised]]  # past the final norm already
         else:
@@ -350,7 +353,7 @@ class Target:
             )
         last: list[Tensor] = []
         with self.taps({self.num_layers - 1: last.append}):
-            hidden = self._decoder(input_ids=ids, use_cache=False).last_hidden_state
+            hidden = self.decoder(input_ids=ids, use_cache=False).last_hidden_state
         eps = 8 * torch.finfo(self.dtype).eps  # rounding of the library's own kernels
         if not last[0].shape[-1] == hidden.shape[-1] == self.hidden_size:
             raise TargetError(

@@ -22,6 +22,7 @@ from dflash.decode.drafters import find_drafter, load_drafter
 from dflash.decode.walk import Answer, load_or_generate
 from dflash.model import DFlashConfig, DFlashDraftModel
 from dflash.score import padded_tokens
+from dflash.target.compiled import choose_paths
 from dflash.target.features import TargetFeatures
 from dflash.target.load import load_target_config, load_tokenizer
 from dflash.target.model import Target, load_target
@@ -40,9 +41,9 @@ if TYPE_CHECKING:
 CONTRACT = (
     "block_size", "mask_token_id", "target_layer_ids", "vocab_size", "hidden_size", "intermediate_size",
     "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "layer_types", "sliding_window",
-    "rope_parameters", "rms_norm_eps", "attention_bias",
+    "rope_parameters", "attention_bias",
 )  # fmt: skip
-"""What makes two drafters the same model but for their weights."""
+"""What makes two drafters the same model but for their weights, as far as the run's config or the target says it."""
 
 
 def open_metrics(trainer: Trainer, first_step: int) -> MetricsLog:
@@ -127,10 +128,12 @@ def prepare(config: Config) -> Prepared:
 def frozen_target(config: Config, devices: Sequence[str]) -> Target:
     """The target of a run, its layers split over ``devices`` where there are several."""
     t = config.target
-    return load_target(
+    target = load_target(
         t.model, revision=t.revision, dtype=getattr(torch, t.dtype), device=devices,
         context_layers=t.context_layers or (), label_layer=t.label_layer,
     )  # fmt: skip
+    choose_paths(target, config.train.tokens_per_batch)
+    return target
 
 
 def answers_of(config: Config, run_dir: Path, prepared: Prepared, target: Target | RemoteTarget) -> list[Answer]:
@@ -195,8 +198,16 @@ def placed_drafter(config: Config, target: Target | RemoteTarget) -> DFlashDraft
 
 
 def new_drafter(config: Config, target_config: Any) -> DFlashDraftModel:
-    """A drafter of the config's shape with weights drawn from the run's seed, in fp32."""
+    """A drafter of the config's shape in fp32: its weights drawn from the run's seed, or those of ``init_from``.
+
+    Raises:
+        ConfigError: ``init_from`` is a drafter of another shape; the sentence lists how.
+        DrafterError: it cannot be read.
+    """
     d = config.drafter
+    given = load_drafter(find_drafter(d.init_from), torch.float32, torch.device("cpu")) if d.init_from else None
+    # No key of the config says it. Targets with another kind of norm have none either.
+    eps = given.config.rms_norm_eps if given else getattr(target_config, "rms_norm_eps", 1e-6)
     shape = DFlashConfig(
         block_size=d.block_size,
         mask_token_id=d.mask_token_id,
@@ -214,7 +225,7 @@ def new_drafter(config: Config, target_config: Any) -> DFlashDraftModel:
         rope_parameters={"rope_type": "default", "rope_theta": d.rope_theta},
         # The target's, not the training length: engines size RoPE and the KV cache from it.
         max_position_embeddings=getattr(target_config, "max_position_embeddings", 32768),
-        rms_norm_eps=getattr(target_config, "rms_norm_eps", 1e-6),  # targets with another norm have no such key
+        rms_norm_eps=eps,
         eos_token_id=target_config.eos_token_id,
         pad_token_id=target_config.pad_token_id,
         bos_token_id=target_config.bos_token_id,
@@ -223,9 +234,8 @@ def new_drafter(config: Config, target_config: Any) -> DFlashDraftModel:
     )
     torch.manual_seed(config.seed)
     fresh = DFlashDraftModel(shape).float().train()
-    if d.init_from is None:
+    if given is None:
         return fresh
-    given = load_drafter(find_drafter(d.init_from), torch.float32, torch.device("cpu"))
     odd = [key for key in CONTRACT if getattr(given.config, key) != getattr(shape, key)]
     if odd:
         listed = ", ".join(f"{key} ({getattr(given.config, key)} there, {getattr(shape, key)} here)" for key in odd)

@@ -12,6 +12,7 @@ from dflash import estimate
 from dflash.config import Config, ConfigError, load_config
 from dflash.config_target import resolve
 from dflash.data.tokenize import TokenData, load_data, summary, tokenizer_digests
+from dflash.target.compiled import choose_paths
 from dflash.target.load import load_target_config, load_tokenizer
 from dflash.target.model import Target, load_target
 from dflash.target.store import FeatureStore
@@ -62,6 +63,7 @@ def capture(path: Path, overrides: Sequence[str], out: Path) -> int:
         c.target.model, revision=c.target.revision, dtype=getattr(torch, c.target.dtype), device=device,
         context_layers=c.target.context_layers or (), label_layer=c.target.label_layer,
     )  # fmt: skip
+    choose_paths(target, c.train.tokens_per_batch)
     store = FeatureStore(Path(c.data.features or out), data, feature_contract(c, data, target))
     store.capture(target, c.train.tokens_per_batch)
     log.info(f"features of {len(data):,} rows are in {store.folder}; train with data.features={store.folder}")

@@ -165,8 +165,8 @@ class Trainer:
                 scored = score_blocks(
                     self.drafter, self.target, features, context, anchors.rows_N, self.slot_weight, anchors.counted
                 )
-            scored.loss.weighted_sum.backward()
-            weighted, weights = scored.loss.weighted_sum, scored.weight_sum
+            scored.weighted_sum.backward()
+            weighted, weights = scored.weighted_sum, scored.weight_sum
             sums = add_sums(sums, pooled_sums(scored.blocks, scored.rank_NJ, weighted, weights, anchors.eligible))
             self.flops += anchors.flops
             sick.append(features.sick(self.target.hidden_size))
@@ -343,10 +343,8 @@ class Trainer:
             raise SickFeatures(EMPTY.format(step=step))
         self.skipped += int(host["skipped"])
         if self.skipped > self.max_sick:  # each of several drafters counted its own
-            raise SickFeatures(
-                f"step {step}: {self.skipped} sick batches so far on all drafters together and {self.max_sick} are "
-                "tolerated (placement.max_sick_batches); the log has each"
-            )
+            counted = f"{self.skipped} sick batches so far on all drafters together and {self.max_sick} are tolerated"
+            raise SickFeatures(f"step {step}: {counted} (placement.max_sick_batches); the logs have each")
         if not (np.isfinite(norm) and np.isfinite(loss)):
             samples = [int(s) for batch in batches for s in batch.samples]
             named = ", ".join(f"{s} ({self.data.describe(s)})" for s in samples[:16]) + ", ..." * (len(samples) > 16)
