@@ -65,8 +65,8 @@ def soft_kl(t):
 
     t.target._choice = keep
 
-    def scored_with_divergence(drafter, borrowed, features, context, anchors, weight, counted=None):
-        scored = score_blocks(drafter, borrowed, features, context, anchors, weight, counted)
+    def scored_with_divergence(drafter, borrowed, features, context, anchors, counted=None):
+        scored = score_blocks(drafter, borrowed, features, context, anchors, counted=counted)
         if not torch.is_grad_enabled():
             return scored
         blocks, slots = draft_blocks(drafter, borrowed, features, context, anchors)
@@ -79,7 +79,7 @@ def soft_kl(t):
         kl = F.kl_div(
             (student / TEMPERATURE).log_softmax(-1), teacher.log_softmax(-1), reduction="none", log_target=True
         ).sum(-1) * TEMPERATURE**2  # fmt: skip
-        soft = ((weight * blocks.counted_NJ)[blocks.counted_NJ] * kl).sum()
+        soft = (scored.weight_NJ[blocks.counted_NJ] * kl).sum()
         mixed = (1 - MIXTURE) * scored.weighted_sum + MIXTURE * soft
         return replace(scored, weighted_sum=mixed)
 

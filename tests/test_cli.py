@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -86,7 +88,7 @@ def test_dry_run_of_the_mission(
     monkeypatch.chdir(tmp_path)
     assert cli.main(["train", str(MISSION), "--dry-run", "train.epochs=3"]) == 0
     out, err = capsys.readouterr()
-    for words in ("epochs: 3", "gamma: 7.0", "rope_theta: 10000000.0", "26.896 billion", "1.730 billion"):
+    for words in ("epochs: 3", "rope_theta: 10000000.0", "26.896 billion", "1.730 billion"):
         assert words in out
     for words in ("target replica 5", "drafter 0", "memory of a target replica", "cuda:6", "checkpoints"):
         assert words in out
@@ -101,7 +103,7 @@ def test_train_hands_over_a_resolved_config(ready: Path, launched: SimpleNamespa
     assert cli.main(["train", str(MISSION), "seed=7"]) == 3
     ((config,),) = launched.calls
     assert isinstance(config, Config)
-    assert (config.seed, config.train.gamma, config.drafter.rope_theta) == (7, 7.0, 1e7)
+    assert (config.seed, config.drafter.rope_theta) == (7, 1e7)
     assert config.data.train == [str(ready / "data" / "train.jsonl")]
 
 
@@ -127,6 +129,7 @@ def test_resume_passes_overrides_on(launched: SimpleNamespace) -> None:
         (ConfigError(["a is 1", "b is 2"]), 2, ["dflash: error: a is 1", "dflash: error: b is 2"]),
         (OwnError("row 7:\n  no text"), 1, ["dflash: error: row 7: no text"]),
         (OSError(28, "No space left on device", "x"), 1, ["dflash: error: [Errno 28] No space left on device: 'x'"]),
+        (BrokenPipeError(32, "Broken pipe"), 1, ["dflash: error: [Errno 32] Broken pipe"]),  # some connection's
         (KeyboardInterrupt(), 130, ["dflash: error: interrupted"]),
     ],
 )
@@ -142,3 +145,36 @@ def test_unexpected_errors_keep_their_traceback(launched: SimpleNamespace) -> No
     launched.outcome = ValueError("a bug")
     with pytest.raises(ValueError, match="a bug"):
         cli.main(["resume", "runs/x"])
+
+
+WATCH = "import sys, dflash.report.status as s, dflash.cli; s.REFRESH_S = 0.01; sys.exit(dflash.cli.main())"
+
+
+@pytest.mark.parametrize("argv", [["status", ".", "--watch"], ["train", str(MISSION), "--dry-run"]])
+def test_a_reader_that_has_seen_enough_is_no_error(argv: list[str], tmp_path: Path) -> None:
+    """As under ``| head -1``."""
+    (tmp_path / "config.yaml").touch()
+    command = [sys.executable, "-c", WATCH, *argv]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        if argv[0] == "status":
+            assert process.stdout.readline() == ".: stopped before its first step\n"
+        process.stdout.close()
+        err = process.stderr.read()
+        assert process.wait(60) == 141
+    assert not [line for line in err.splitlines() if not line.startswith("dflash: warning: data.")]
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["train", "nowhere.yaml"]])
+def test_nobody_reads_from_the_start(argv: list[str]) -> None:
+    """A short text is written as the command ends; one that says nothing there keeps its code."""
+    gone, end = os.pipe()
+    os.close(gone)
+    buffered = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-m", "dflash.cli", *argv]
+    done = subprocess.run(command, env=buffered, stdout=end, stderr=subprocess.PIPE, text=True)
+    os.close(end)
+    wanted = {"--help": (141, ""), "train": (2, "dflash: error: config file nowhere.yaml does not exist\n")}
+    assert (done.returncode, done.stderr) == wanted[argv[0]]

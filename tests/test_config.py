@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash import strict_yaml
-from dflash.config import ConfigError, TrainConfig, default_gamma, dump_yaml, load_config, missing_files, to_dict
+from dflash.config import ConfigError, TrainConfig, dump_yaml, load_config, missing_files, to_dict
 from dflash.config_target import default_context_layers, read_target_config, resolve
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,7 +73,6 @@ WRONG = {
     "train.betas=[0.9]": ("train.betas", "length"),
     "train.epochs=true": ("train.epochs", "whole number"),
     "train.epochs=1.5": ("train.epochs", "whole number"),
-    "train.gamma=0": ("train.gamma", "above 0"),
     "drafter.block_size=1": ("drafter.block_size", "at least 2"),
     "drafter.sliding_window=8": ("drafter.sliding_window", "drafter.block_size"),
     "drafter.layer_types=[full_attention]": ("drafter.layer_types", "drafter.num_hidden_layers"),
@@ -237,7 +236,6 @@ def test_resolve_takes_the_open_shape_from_the_target(smallest: Path) -> None:
         assert (d.num_attention_heads, d.num_key_value_heads, d.head_dim, d.intermediate_size) == (6, 2, 10, 96)
         assert (d.rope_theta, d.layer_types) == (5e5, ["full_attention"] * 5)
         assert found.target.context_layers == [1, 2, 3, 4, 5]
-        assert found.train.gamma == 7.0
         assert found.data.cache_dir == str(Path.home() / ".cache" / "dflash")
     assert config.drafter.head_dim is None  # the given config stays as it was
     by_type = TARGET | {
@@ -273,7 +271,6 @@ def test_formulas_of_the_published_drafters() -> None:
     assert default_context_layers(64, 63) == [1, 16, 31, 46, 61]
     assert default_context_layers(36, 35) == [1, 9, 17, 25, 33]
     assert default_context_layers(64, 61) == [1, 16, 31, 46]  # the narrower reading: the labels' layer drops out
-    assert [default_gamma(k) for k in (8, 10, 16)] == [4, 5, 7]
     for depth in range(2, 100):
         layers = default_context_layers(depth, depth - 1)
         assert layers
@@ -289,7 +286,7 @@ def test_mission_recipe_says_what_the_design_says() -> None:
     assert published.items() <= found["drafter"].items()
     assert found["drafter"]["layer_types"] == ["sliding_attention"] * 4 + ["full_attention"]
     assert found["drafter"]["rope_theta"] == 1e7
-    assert found["train"] == to_dict_of(TrainConfig(gamma=7.0))  # the defaults are the recipe
+    assert found["train"] == to_dict_of(TrainConfig())  # the defaults are the recipe
     assert found["placement"]["drafter"] == ["cuda:6"]
     assert len(found["placement"]["target"]) == 6
 

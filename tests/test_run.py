@@ -53,10 +53,22 @@ def write_run(folder: Path, **over) -> Path:
     return path
 
 
-def dflash(*args, **kwargs):
+def as_from_a_terminal():
+    """A job in the background, or under nohup, ignores these and hands that on."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def dflash(*args, slow=False, **kwargs):
+    """A command; ``slow`` has a training last long enough to be killed while it trains."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    if slow:
+        env |= {"PYTHONPATH": str(Path(__file__).parent / "faults"), "DFLASH_TEST_FAULT": "slow:0"}
     command = [sys.executable, "-m", "dflash.cli", *map(str, args)]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **kwargs)
+    return subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=as_from_a_terminal,
+        **kwargs,
+    )  # fmt: skip
 
 
 def finish(process, code=0, timeout=240):
@@ -117,7 +129,7 @@ def test_a_run_writes_what_it_promises(finished):
         ".lock", "checkpoints", "config.yaml", "eval_answers.jsonl", "logs", "metrics.jsonl",
     ]  # fmt: skip
     resolved = yaml.safe_load((run / "config.yaml").read_text())
-    assert resolved["drafter"]["head_dim"] and resolved["train"]["gamma"]
+    assert resolved["drafter"]["head_dim"] and resolved["drafter"]["rope_theta"]
     assert "torch" in (run / "config.yaml").read_text().split("\n")[0]
 
 
@@ -129,7 +141,7 @@ def test_the_same_config_trains_the_same_run(finished, tmp_path):
 
 def test_kill_and_resume_equals_a_run_never_killed(finished, tmp_path):
     folder, _ = finished
-    process = dflash("train", write_run(tmp_path))
+    process = dflash("train", write_run(tmp_path), slow=True)
     assert kill_when(process, tmp_path / "run", 6)
     out = finish(dflash("resume", tmp_path / "run"))
     assert "continuing after step" in out
@@ -156,7 +168,7 @@ def test_kills_at_many_moments(finished, tmp_path):
 @pytest.mark.parametrize("number,code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_the_last_finished_step(finished, tmp_path, number, code):
     folder, _ = finished
-    process = dflash("train", write_run(tmp_path, checkpoint__every=1000))
+    process = dflash("train", write_run(tmp_path, checkpoint__every=1000), slow=True)
     while (
         len(read_lines(tmp_path / "run" / "metrics.jsonl") if (tmp_path / "run" / "metrics.jsonl").exists() else []) < 2
     ):
@@ -244,7 +256,7 @@ def test_folders_are_guarded(finished, tmp_path):
 
 
 def test_changed_data_are_refused_on_resume(finished, tmp_path):
-    process = dflash("train", write_run(tmp_path))
+    process = dflash("train", write_run(tmp_path), slow=True)
     assert kill_when(process, tmp_path / "run", 8)
     with open(tmp_path / "train.jsonl", "a") as file:
         file.write((tmp_path / "train.jsonl").read_text().split("\n")[0] + "\n")
@@ -255,7 +267,7 @@ def test_changed_data_are_refused_on_resume(finished, tmp_path):
 
 
 def test_an_edited_config_or_another_target_is_refused_on_resume(finished, tmp_path):
-    process = dflash("train", write_run(tmp_path))
+    process = dflash("train", write_run(tmp_path), slow=True)
     assert kill_when(process, tmp_path / "run", 8)
     path = tmp_path / "run" / "config.yaml"
     text = path.read_text()
@@ -268,7 +280,7 @@ def test_an_edited_config_or_another_target_is_refused_on_resume(finished, tmp_p
 
 
 def test_changed_evaluation_is_generated_anew_on_resume(finished, tmp_path):
-    process = dflash("train", write_run(tmp_path))
+    process = dflash("train", write_run(tmp_path), slow=True)
     assert kill_when(process, tmp_path / "run", 8)
     finish(dflash("resume", tmp_path / "run", "eval.samples=2", "eval.max_new_tokens=20"))
     answers = (tmp_path / "run" / "eval_answers.jsonl").read_text().strip().split("\n")

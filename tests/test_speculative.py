@@ -17,7 +17,7 @@ from dflash.decode.rounds import Rounds
 from dflash.decode.speculative import DecodeError, Decoder, Round, check_match
 from dflash.decode.walk import walk
 from dflash.metrics import streaks
-from dflash.model import DFlashDraftModel, slot_weights
+from dflash.model import DFlashDraftModel
 from dflash.score import score_blocks
 from dflash.target.model import Target
 
@@ -273,7 +273,7 @@ def test_the_training_codes_streak_is_decodings_at_every_anchor_it_visited(make)
         features = t.target.capture([ids], [np.arange(len(ids)) >= len(answer.prompt)], [0])
         anchors = torch.tensor([r.position for r in one.rounds])
         with torch.no_grad():
-            scored = score_blocks(t.drafter, t.target, features, features.context, anchors, slot_weights(4, 4.0))
+            scored = score_blocks(t.drafter, t.target, features, features.context, anchors, 4)
         run = streaks(scored.rank_NJ == 0, scored.blocks.on_path_NJ).tolist()
         assert run == [r.streak for r in one.rounds]
         visited += sum(r.streak > 0 for r in one.rounds)

@@ -4,6 +4,7 @@ import json
 import logging
 import resource
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from dflash.data.tokenize import load_data, tokenizer_digests
 from dflash.target import store as store_module
 from dflash.target.model import Target
 from dflash.target.store import FeatureStore, StoreError
+from dflash.train.build import read_ahead
 
 CONTRACT = {"target": "tiny", "context_layers": [0, 2], "data": "d"}
 
@@ -250,3 +252,25 @@ def test_training_from_a_capture_gives_the_loss_curve_of_one_that_asks_its_targe
     online, offline = outcome(tmp_path / "run")[0], outcome(tmp_path / "offline")[0]
     pairs = [(a["loss"], b["loss"]) for a, b in zip(online, offline, strict=True) if "loss" in a]
     assert len(pairs) > 8 and all(a == pytest.approx(b, rel=1e-4) for a, b in pairs)
+
+
+def test_the_next_batch_is_read_ahead_and_each_batch_is_its_own():
+    batches = [SimpleNamespace(epoch=e, index=i) for e in range(2) for i in range(3)]
+    plan = SimpleNamespace(total=3, batches=lambda step: batches[2 * step - 2 : 2 * step])
+    begun = []
+
+    def read(batch):
+        begun.append((batch.epoch, batch.index))
+        if batch.index == 2:
+            raise StoreError(f"batch {batch.epoch}.{batch.index} is damaged")
+        return begun[-1]
+
+    features_of = read_ahead(plan, read)
+    assert features_of(batches[0]) == (0, 0) and features_of(batches[1]) == (0, 1)
+    with pytest.raises(StoreError, match=r"batch 0\.2 is damaged"):  # in its own turn, not when it was read
+        features_of(batches[2])
+    assert features_of(batches[0]) == (0, 0)  # out of the plan's order, as a resume begins
+    assert features_of(batches[4]) == (1, 1)
+    with pytest.raises(StoreError, match=r"batch 1\.2"):
+        features_of(batches[5])
+    assert begun[:3] == [(0, 0), (0, 1), (0, 2)] and set(begun) == {(b.epoch, b.index) for b in batches} - {(1, 0)}

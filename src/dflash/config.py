@@ -124,6 +124,10 @@ class TrainConfig:
     """Linear warm-up, as a share of all optimizer steps."""
     schedule: Literal["cosine"] = "cosine"
     """From the peak down to what would be 0 one step after the last."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """Muon learns more from a step and keeps half the moments (vectors stay with AdamW), but each of its steps costs a
+    large drafter as much as some 3,000 tokens: for small ones, and for steps of many batches. Wants a higher
+    learning_rate, 2e-3 or more."""
     betas: Annotated[list[Share], Bounds(least=2, below=3)] = field(default_factory=lambda: [0.9, 0.95])
     """AdamW. A shorter second moment than 0.999 follows the fast early phase."""
     weight_decay: NotNegative = 0.0
@@ -136,8 +140,6 @@ class TrainConfig:
     """Token budget of a batch: whole sequences whose lengths sum to at most this."""
     anchors_per_batch: Count = 512
     """Blocks trained per batch, shared among its sequences. They cost the drafter alone: the knob to balance both."""
-    gamma: Positive | None = None
-    """Decay of the loss weight over a block, ``exp(-(k - 1) / gamma)``. Null: :func:`default_gamma`."""
 
 
 @dataclass(kw_only=True)
@@ -164,7 +166,7 @@ class CheckpointConfig:
     every: Count = 500
     """Optimizer steps."""
     keep_last: Count = 3
-    """Older ones are deleted. Each holds fp32 weights and both moments: 12 bytes per parameter."""
+    """Older ones are deleted. Each holds fp32 weights and moments: 12 bytes per parameter, 8 with Muon."""
     keep_best: bool = True
     """Keep the one of the best evaluation besides."""
 
@@ -196,11 +198,6 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
-
-
-def default_gamma(block_size: int) -> float:
-    """The paper's 4, 5 and 7 at K = 8, 10 and 16, and the straight lines through them."""
-    return min(block_size / 2, (block_size + 5) / 3)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dflash.config import Config, ConfigError, DrafterConfig, default_gamma
+from dflash.config import Config, ConfigError, DrafterConfig
 from dflash.config_rules import head_dim_is_even, heads_share_evenly
 
 
@@ -49,7 +49,7 @@ def default_context_layers(num_layers: int, label_layer: int, count: int = 5) ->
 
 
 def resolve(config: Config, target_config: Any) -> Config:
-    """A copy without nulls to derive: context layers, the drafter's shape, gamma and cache folder are filled in.
+    """A copy without nulls to derive: context layers, the drafter's shape and cache folder are filled in.
 
     Args:
         target_config: the target's config, a transformers object or a dict.
@@ -88,7 +88,6 @@ def resolve(config: Config, target_config: Any) -> Config:
             features=config.data.features and _absolute(config.data.features),
         ),
         run_dir=str(Path(config.run_dir).expanduser()),
-        train=replace(config.train, gamma=config.train.gamma or default_gamma(config.drafter.block_size)),
     )
 
 

@@ -183,7 +183,7 @@ def _trained_state(config: Config, known: Any) -> list[Need]:
         Need("weights of the drafter, fp32", 4 * count),
         *copy,
         Need("gradients, fp32", 4 * count),
-        Need("AdamW moments, fp32", 8 * count),
+        Need("moments of the optimizer, fp32", (4 if config.train.optimizer == "muon" else 8) * count),
     ]
 
 

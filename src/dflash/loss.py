@@ -19,7 +19,10 @@ from torch import Tensor
 
 from dflash import fast
 
-CHUNK_BYTES = 1 << 28  # of one fp32 logits chunk; on a CPU several of that size are alive at the peak
+CHUNK_BYTES = {"cpu": 1 << 28, "cuda": 1 << 29}
+"""Of one chunk of logits. A CPU holds several such in fp32 at the peak; a GPU's kernel works in place."""
+TILE = 256
+"""Rows of a matrix product that a GPU works on at a time: 270 rows cost as much as 512."""
 
 
 def read_logits(logits: Tensor, label: Tensor, *, slope: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,6 +74,14 @@ class _FrozenHead(torch.autograd.Function):
         return grad * upstream[0][:, None].to(grad.dtype), None, None, None, None
 
 
+def chunk_rows(head_weight: Tensor) -> int:
+    """Slots whose logits are made at once."""
+    kind = head_weight.device.type
+    width = head_weight.element_size() if kind == "cuda" else 4
+    rows = CHUNK_BYTES.get(kind, CHUNK_BYTES["cpu"]) // (width * head_weight.shape[0])
+    return max(1, rows - rows % TILE if rows > TILE else rows)
+
+
 def frozen_head_loss(
     hidden: Tensor, head_weight: Tensor, labels: Tensor, head_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -86,7 +97,6 @@ def frozen_head_loss(
         fp32 [M] cross-entropy in nats, differentiable once and only towards ``hidden``; int64 [M], how many tokens the
         drafter prefers to the label (0: the label is its argmax).
     """
-    rows = max(1, CHUNK_BYTES // (4 * head_weight.shape[0]))
     with torch.autocast(hidden.device.type, enabled=False):
-        ce_M, rank_M = _FrozenHead.apply(hidden, head_weight, head_bias, labels, rows)
+        ce_M, rank_M = _FrozenHead.apply(hidden, head_weight, head_bias, labels, chunk_rows(head_weight))
     return ce_M, rank_M

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dflash import fast
 from dflash.loss import frozen_head_loss
 from dflash.metrics import ranks_by_slot
-from dflash.model import Blocks, DFlashDraftModel, attention_masks, make_blocks
+from dflash.model import Blocks, DFlashDraftModel, attention_masks, make_blocks, slot_weights
 from dflash.target.features import TargetFeatures
 
 
@@ -50,9 +50,10 @@ class Scored:
 
     blocks: Blocks
     rank_NJ: Tensor
+    weight_NJ: Tensor
+    """fp32 [N, K-1]: :func:`dflash.model.slot_weights`."""
     weighted_sum: Tensor
     """fp32 scalar, ``sum(weight * ce)`` over counted slots; differentiable."""
-    weight_sum: Tensor
 
 
 def draft_blocks(
@@ -97,20 +98,16 @@ def score_blocks(
     features: TargetFeatures,
     context_TF: Tensor,
     anchors_N: Tensor,
-    slot_weight_J: Tensor,
+    block_size: int | None = None,
     counted: int | None = None,
 ) -> Scored:
     """Draft every block and compare each counted slot with its label.
 
     Args:
-        context_TF, anchors_N: as for :func:`draft_blocks`.
-        slot_weight_J: fp32 [K-1]; its length says K.
+        context_TF, anchors_N, block_size: as for :func:`draft_blocks`.
         counted: how many slots count in all, where the host knows: the device need not be waited for to find out.
     """
-    blocks, slots_NJD = draft_blocks(
-        drafter, borrowed, features, context_TF, anchors_N, block_size=len(slot_weight_J) + 1
-    )
-    weight_NJ = slot_weight_J * blocks.counted_NJ
+    blocks, slots_NJD = draft_blocks(drafter, borrowed, features, context_TF, anchors_N, block_size)
     # Only counted slots meet the head, the largest matrix of all; the others have no label.
     flat = blocks.counted_NJ.flatten()
     at_M = (flat.nonzero() if counted is None else torch.nonzero_static(flat, size=counted)).squeeze(1)
@@ -118,5 +115,8 @@ def score_blocks(
         slots_NJD.flatten(0, 1).index_select(0, at_M), borrowed.head_weight, blocks.labels_NJ.flatten()[at_M],
         borrowed.head_bias,
     )  # fmt: skip
+    counted_NJ = blocks.counted_NJ
+    ce_NJ = torch.zeros(counted_NJ.shape, device=ce_M.device).masked_scatter_(counted_NJ, ce_M.detach())
+    weight_NJ = slot_weights(ce_NJ, counted_NJ)
     weighted = (weight_NJ.flatten()[at_M] * ce_M).sum()
-    return Scored(blocks, ranks_by_slot(rank_M, blocks.counted_NJ), weighted, weight_NJ.sum())
+    return Scored(blocks, ranks_by_slot(rank_M, counted_NJ), weight_NJ, weighted)

@@ -17,7 +17,7 @@ from torch import nn
 
 from dflash.bench import peers
 from dflash.bench.shapes import H200_PEAK, SHAPES, Shape, step_flops
-from dflash.config import Config, DataConfig, DrafterConfig, PlacementConfig, TargetConfig, TrainConfig, default_gamma
+from dflash.config import Config, DataConfig, DrafterConfig, PlacementConfig, TargetConfig, TrainConfig
 from dflash.data.batches import Batch, sample_anchors
 from dflash.model import DFlashDraftModel
 from dflash.target.features import TargetFeatures
@@ -63,7 +63,6 @@ def build(s: Shape, tokens: int, anchors: int, device: torch.device, dtype: torc
         data=DataConfig(train=["bench"]),
         train=TrainConfig(
             tokens_per_batch=tokens, anchors_per_batch=anchors, grad_accumulation=accumulation,
-            gamma=default_gamma(s.block_size),
         ),
     )  # fmt: skip
     torch.manual_seed(0)

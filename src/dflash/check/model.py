@@ -20,7 +20,6 @@ from dflash.config import Config
 from dflash.config_target import lookup, text_config
 from dflash.data.batches import Batch, counted_slots, sample_anchors
 from dflash.decode.walk import Answer, walk, walk_batch
-from dflash.model import slot_weights
 from dflash.score import anchor_rows, padded_tokens, score_blocks
 from dflash.target.features import SickFeatures, TargetFeatures
 from dflash.target.model import Target
@@ -231,7 +230,6 @@ def _measure(config: Config, target: Target, data: DataFound) -> tuple[float, fl
     assert data.plan is not None
     (batch, *_), device = data.plan.batches(1), target.device
     drafter = new_drafter(_untrained(config), target.config).to(device)
-    weight = slot_weights(config.drafter.block_size, cast(float, config.train.gamma), device)
     out = (0.0, 0.0)
     for _ in range(2 if device.type == "cuda" else 1):
         begun = time.perf_counter()
@@ -242,7 +240,7 @@ def _measure(config: Config, target: Target, data: DataFound) -> tuple[float, fl
         middle = time.perf_counter()
         anchors, counted = _anchors(config, batch, data, features)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.target.dtype == "bfloat16"):
-            scored = score_blocks(drafter, target, features, features.context, anchors, weight, counted)
+            scored = score_blocks(drafter, target, features, features.context, anchors, counted=counted)
         scored.weighted_sum.backward()
         drafter.zero_grad(set_to_none=True)
         _wait(device)

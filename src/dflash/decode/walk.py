@@ -27,7 +27,7 @@ from tqdm import tqdm
 from dflash.decode.ddtree import candidates, tree_streaks
 from dflash.decode.rounds import Rounds
 from dflash.metrics import streaks
-from dflash.model import DFlashDraftModel, slot_weights
+from dflash.model import DFlashDraftModel
 from dflash.score import anchor_rows, draft_blocks, padded_tokens, score_blocks
 
 if TYPE_CHECKING:
@@ -97,11 +97,10 @@ def walk(
         block_size: K; None: the drafter's own.
     """
     size = block_size or drafter.config.block_size
-    weight = slot_weights(size, gamma=1.0, device=target.device)
     streak_at: list[np.ndarray] = [np.zeros(len(a.prompt) + len(a.answer), dtype=np.int64) for a in answers]
     for features, _, parts in _blocks(target, answers, tokens_per_batch, anchors_per_batch):
         for anchors, places in parts:
-            scored = score_blocks(drafter, target, features, features.context, anchors, weight)
+            scored = score_blocks(drafter, target, features, features.context, anchors, size)
             run = streaks(scored.rank_NJ == 0, scored.blocks.on_path_NJ).tolist()
             for (i, position), length in zip(places, run, strict=False):  # padded blocks come last
                 streak_at[i][position] = length

@@ -14,11 +14,28 @@ from torch import Tensor
 
 from dflash.model.mask import UNUSED_BLOCK
 
+SMOOTHING = 0.5
+"""Of the drafter's own confidence in D-PACE weights: 0 trusts it, 1 gives every block the same weights."""
 
-def slot_weights(block_size: int, gamma: float, device: torch.device | str | None = None) -> Tensor:
-    """fp32 [K-1]: ``w_k = exp(-(k - 1) / gamma)``, k = 1 .. K-1. An early miss costs all later slots of the block
-    (DFlash paper, arXiv 2602.06036, A.1)."""
-    return torch.exp(-torch.arange(block_size - 1, dtype=torch.float32, device=device) / gamma)
+
+def slot_weights(ce_NJ: Tensor, counted_NJ: Tensor) -> Tensor:
+    """D-PACE weights of a block's slots: how much of its expected accepted length goes through each of them.
+
+    With ``q_i = exp(-ce_i)``, the drafter's probability of slot i's label, and ``s_i = (1 - a) q_i + a``:
+    ``w_j = sum over m >= j of the product of s_1 .. s_m``. A slot is worth what can still be accepted behind it,
+    and the more so the surer those before it are; a fixed decay over the block says neither. Slots that do not count
+    have the factor 1 and the weight 0.
+
+    Args:
+        ce_NJ: fp32 [N, K-1] cross-entropy in nats; what stands at slots that do not count is not read.
+        counted_NJ: bool [N, K-1].
+
+    Returns:
+        fp32 [N, K-1], without gradient.
+    """
+    sure_NJ = (1.0 - SMOOTHING) * torch.exp(-ce_NJ.detach()) + SMOOTHING
+    reached_NJ = torch.where(counted_NJ, sure_NJ, 1.0).cumprod(dim=1) * counted_NJ
+    return reached_NJ.flip(1).cumsum(dim=1).flip(1) * counted_NJ
 
 
 @dataclass

@@ -25,6 +25,10 @@ class AdamW(torch.optim.AdamW):
     ) -> None:
         super().__init__(parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
 
+    def moments(self, parameter: nn.Parameter) -> tuple[str, ...]:
+        """Names of what the state holds for a parameter beside its step count."""
+        return ("exp_avg", "exp_avg_sq")
+
     @torch.no_grad()
     def apply(self, divisor: Tensor, refused: Tensor) -> None:
         """One step with gradients divided by ``divisor``; where ``refused``, weights, moments and step count stay.

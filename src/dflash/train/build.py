@@ -6,7 +6,9 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,7 +32,7 @@ from dflash.target.store import FeatureStore
 from dflash.train.capture import feature_contract
 from dflash.train.launch import RESUME_SECTIONS
 from dflash.train.log import MetricsLog, log
-from dflash.train.schedule import StepPlan, digest
+from dflash.train.schedule import StepPlan, batch_key, digest
 from dflash.train.trackers import Trackers
 from dflash.train.trainer import Trainer
 from dflash.train.watch import Alerts
@@ -159,7 +161,7 @@ def build(config: Config, run_dir: Path) -> Trainer:
     target = frozen_target(config, config.placement.target)
     drafter = placed_drafter(config, target)
     answers = answers_of(config, run_dir, prepared, target)
-    features_of = feature_source(config, prepared.data, target)
+    features_of = feature_source(config, prepared, target)
     return trainer(config, run_dir, prepared, target, drafter, answers, features_of)
 
 
@@ -256,9 +258,9 @@ def config_digest(config: Config) -> str:
     return digest(tree)
 
 
-def feature_source(config: Config, data: TokenData, target: Target) -> Callable[[Batch], TargetFeatures]:
+def feature_source(config: Config, prepared: Prepared, target: Target) -> Callable[[Batch], TargetFeatures]:
     """Where a batch's features come from: the target itself, or the folder it filled before step 1."""
-    device = target.device
+    data, device = prepared.data, target.device
     pad_to = padded_tokens(config.train.tokens_per_batch, device)
     if config.data.features is None:
 
@@ -273,4 +275,22 @@ def feature_source(config: Config, data: TokenData, target: Target) -> Callable[
         return online
     store = FeatureStore(Path(config.data.features), data, feature_contract(config, data, target))
     store.capture(target, config.train.tokens_per_batch)
-    return lambda batch: store.features(batch.samples.tolist(), pad_to, device)
+    return read_ahead(prepared.plan, lambda batch: store.features(batch.samples.tolist(), pad_to, device))
+
+
+def read_ahead(plan: StepPlan, read: Callable[[Batch], TargetFeatures]) -> Callable[[Batch], TargetFeatures]:
+    """``read``, while a thread reads what comes next in the plan: a batch takes as long as a small drafter's step."""
+    batches = [batch for step in range(1, plan.total + 1) for batch in plan.batches(step)]
+    following = {batch_key(batch): later for batch, later in pairwise(batches)}
+    pool, ahead = ThreadPoolExecutor(1, "features"), dict[str, Future[TargetFeatures]]()
+
+    def features_of(batch: Batch) -> TargetFeatures:
+        key = batch_key(batch)
+        found = ahead.pop(key, None)
+        features = found.result() if found else read(batch)
+        ahead.clear()  # what was read for a step that did not come
+        if later := following.get(key):
+            ahead[batch_key(later)] = pool.submit(read, later)
+        return features
+
+    return features_of

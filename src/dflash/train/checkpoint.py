@@ -2,7 +2,7 @@
 
     checkpoints/step_000500/
         model.safetensors, config.json   fp32 masters: a drafter that `DFlashDraftModel.from_pretrained` loads
-        optimizer.safetensors            AdamW moments in fp32
+        optimizer.safetensors            the optimizer's moments in fp32
         trainer.json                     step, counters, best evaluation, fingerprints
         COMPLETE                         written last; a folder without it does not exist for readers
 
@@ -36,9 +36,10 @@ from dflash.checkpoint_folder import (
     step_of,
 )
 from dflash.model import DFlashDraftModel
+from dflash.train.adamw import AdamW
+from dflash.train.muon import Muon
 
 VERSION = 1
-MOMENTS = ("exp_avg", "exp_avg_sq")
 OLDER = "delete this checkpoint's folder to resume from the one before"
 
 
@@ -80,17 +81,20 @@ class Checkpoints:
         """The newest complete checkpoint, or None."""
         return next(reversed(complete(self.folder)), None)
 
-    def save(self, drafter: DFlashDraftModel, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+    def save(self, drafter: DFlashDraftModel, optimizer: AdamW | Muon, progress: Progress) -> None:
         """Copy the state to host memory and start writing it; waits for a save still under way.
 
         Raises:
             CheckpointError: the previous save failed, or the disk has no room for this one.
         """
         self.wait()
-        names = [name for name, _ in drafter.named_parameters()]
-        state = optimizer.state_dict()["state"]
         model = {name: _host_copy(p) for name, p in drafter.named_parameters()}
-        moments = {f"{m}.{names[i]}": _host_copy(state[i][m]) for i in sorted(state) for m in MOMENTS}
+        moments = {
+            f"{m}.{name}": _host_copy(optimizer.state[p][m])
+            for name, p in drafter.named_parameters()
+            if p in optimizer.state
+            for m in optimizer.moments(p)
+        }
         needed = sum(t.numel() * t.element_size() for t in [*model.values(), *moments.values()]) + (1 << 20)
         self.folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self.folder).free
@@ -164,7 +168,7 @@ class Checkpoints:
                 shutil.rmtree(path)
 
 
-def load(path: Path, drafter: DFlashDraftModel, optimizer: torch.optim.Optimizer) -> Progress:
+def load(path: Path, drafter: DFlashDraftModel, optimizer: AdamW | Muon) -> Progress:
     """Put a checkpoint's weights and moments into a drafter and optimizer built as for a fresh run.
 
     Raises:
@@ -181,13 +185,12 @@ def load(path: Path, drafter: DFlashDraftModel, optimizer: torch.optim.Optimizer
     with torch.no_grad():
         _read_into(path / "model.safetensors", parameters)
     moments: dict[str, Tensor] = {}
-    for i, (name, parameter) in enumerate(parameters.items()):
-        entry = {m: torch.empty_like(parameter, dtype=torch.float32) for m in MOMENTS}
-        optimizer.state[parameter] = {
-            "step": torch.tensor(float(progress.step), device=_step_device(optimizer, i)),
-            **entry,
-        }
-        moments |= {f"{m}.{name}": entry[m] for m in MOMENTS}
+    for name, parameter in parameters.items():
+        entry = {m: torch.empty_like(parameter, dtype=torch.float32) for m in optimizer.moments(parameter)}
+        moments |= {f"{m}.{name}": value for m, value in entry.items()}
+        # Of AdamW, on the device since it is fused; Muon's matrices need no count and let it be.
+        entry["step"] = torch.tensor(float(progress.step), device=parameter.device)
+        optimizer.state[parameter] = entry
     _read_into(path / "optimizer.safetensors", moments)
     return progress
 
@@ -209,13 +212,6 @@ def _read_into(file: Path, tensors: dict[str, Tensor]) -> None:
                     f"{file}: {name} is {value.dtype} {tuple(value.shape)}, not fp32 {tuple(tensor.shape)}"
                 )
             tensor.copy_(value)
-
-
-def _step_device(optimizer: torch.optim.Optimizer, index: int) -> torch.device:
-    """Where AdamW keeps its step counter: beside the parameter when fused, else on the host."""
-    group = optimizer.param_groups[0]
-    device: torch.device = group["params"][index].device
-    return device if group.get("fused") else torch.device("cpu")
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ def rehearse(trainer: Trainer) -> None:
     )
     anchors = torch.linspace(0, max(rows - 2, 0), train.anchors_per_batch, device=device).long()
     with trainer.autocast:
-        scored = score_blocks(drafter, trainer.target, features, features.context, anchors, trainer.slot_weight)
+        scored = score_blocks(drafter, trainer.target, features, features.context, anchors)
     scored.weighted_sum.backward()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

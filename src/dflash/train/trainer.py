@@ -1,4 +1,4 @@
-"""The training loop: features -> blocks -> drafter -> loss -> backward, one fp32 AdamW step per group of batches."""
+"""The training loop: features -> blocks -> drafter -> loss -> backward, one optimizer step per group of batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dflash.bench.shapes import step_flops
 from dflash.data.batches import Batch, counted_slots, sample_anchors
 from dflash.decode.walk import Answer, walk
 from dflash.metrics import add_sums, divide, pooled_sums, read
-from dflash.model import DFlashDraftModel, slot_weights
+from dflash.model import DFlashDraftModel
 from dflash.model.blocks import Blocks
 from dflash.score import anchor_rows, score_blocks
 from dflash.target.features import SickFeatures, TargetFeatures
@@ -26,6 +26,7 @@ from dflash.train import checkpoint
 from dflash.train.adamw import AdamW
 from dflash.train.checkpoint import Checkpoints, Progress
 from dflash.train.log import Clock, MetricsLog, log
+from dflash.train.muon import Muon
 from dflash.train.probe import choose_paths
 from dflash.train.schedule import StepPlan, batch_key, digest, learning_rate, noise_seed, noise_std
 from dflash.train.watch import ProgressLine, known_peak
@@ -123,11 +124,11 @@ class Trainer:
         self.device, self.skipped = self.drafter.device, 0
         self.feature_clock = Clock(self.device)
         self.peak, self.flops = known_peak(self.device, c.target.dtype), 0.0  # the model FLOPs of the step in hand
-        self.slot_weight = slot_weights(self.drafter.config.block_size, cast(float, c.train.gamma), self.device)
         self.autocast = torch.autocast(
             self.device.type, dtype=torch.bfloat16, enabled=c.target.dtype == "bfloat16", cache_enabled=True
         )
-        self.optimizer = AdamW(
+        kind: type[AdamW] | type[Muon] = Muon if c.train.optimizer == "muon" else AdamW
+        self.optimizer: AdamW | Muon = kind(
             self.drafter.parameters(),
             lr=c.train.learning_rate,
             betas=(c.train.betas[0], c.train.betas[1]),
@@ -163,10 +164,10 @@ class Trainer:
             context = add_noise(features.context, self.target.hidden_size, std, seed)
             with self.autocast:
                 scored = score_blocks(
-                    self.drafter, self.target, features, context, anchors.rows_N, self.slot_weight, anchors.counted
+                    self.drafter, self.target, features, context, anchors.rows_N, counted=anchors.counted
                 )
             scored.weighted_sum.backward()
-            weighted, weights = scored.weighted_sum, scored.weight_sum
+            weighted, weights = scored.weighted_sum, scored.weight_NJ.sum()
             sums = add_sums(sums, pooled_sums(scored.blocks, scored.rank_NJ, weighted, weights, anchors.eligible))
             self.flops += anchors.flops
             sick.append(features.sick(self.target.hidden_size))
@@ -193,7 +194,7 @@ class Trainer:
         for parameter in self.drafter.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
-        blank = torch.zeros(0, len(self.slot_weight), dtype=torch.bool, device=self.device)
+        blank = torch.zeros(0, self.drafter.config.block_size - 1, dtype=torch.bool, device=self.device)
         zero = torch.zeros((), device=self.device)
         return pooled_sums(Blocks(blank, blank, blank, blank, blank, blank), blank.long(), zero, zero, 0)
 
