@@ -19,6 +19,7 @@ from dflash.config_target import resolve
 from dflash.decode.drafters import find_drafter, load_drafter
 from dflash.export.folder import ExportError, export_drafter, import_drafter
 from dflash.export.formats import LAYER_KEYS, check_published, from_speculators, published_config, speculators_config
+from dflash.model import DFlashDraftModel
 from dflash.model.config import DrafterError
 from dflash.target.load import load_target_config
 from dflash.train.build import new_drafter
@@ -313,17 +314,40 @@ def test_an_import_keeps_every_bit_of_mixed_dtypes_and_goes_where_the_shell_is(t
     assert json.loads((tmp_path / "empty" / "config.json").read_text())["dtype"] == "float32"
 
 
-@pytest.mark.parametrize(("key", "value"), [("rms_norm_eps", 1e-4), ("attention_bias", True)])
-def test_a_drafter_with_another_norm_or_biases_is_no_start(tmp_path, key, value):
+def test_a_drafter_with_biases_is_no_start(tmp_path):
     path = write_run(tmp_path)
     known = load_target_config(str(tmp_path / "target"))
     shape = resolve(load_config(path), known)
     start = new_drafter(shape, known)
-    setattr(start.config, key, value)
-    type(start)(start.config).save_pretrained(tmp_path / "other")
+    start.config.attention_bias = True
+    DFlashDraftModel(start.config).save_pretrained(tmp_path / "other")
     shape.drafter.init_from = str(tmp_path / "other")
-    with pytest.raises(ConfigError, match=f"is another drafter: {key} "):
+    with pytest.raises(ConfigError, match="is another drafter: attention_bias "):
         new_drafter(shape, known)
+
+
+def test_a_drafter_to_start_from_keeps_its_own_epsilon(tmp_path):
+    """The config has no key for it, and the target has another."""
+    path = write_run(tmp_path)
+    known = load_target_config(str(tmp_path / "target"))
+    shape = resolve(load_config(path), known)
+    start = new_drafter(shape, known)
+    assert start.config.rms_norm_eps == known.rms_norm_eps != 1e-3
+    start.config.rms_norm_eps = 1e-3
+    DFlashDraftModel(start.config).save_pretrained(tmp_path / "other")
+    shape.drafter.init_from = str(tmp_path / "other")
+    given = load_drafter(find_drafter(str(tmp_path / "other")), torch.float32, CPU)
+    further = new_drafter(shape, known)
+    assert further.training and further.config.rms_norm_eps == 1e-3
+    small_D = torch.randn(known.hidden_size) * 0.01
+    for name, norm in further.named_modules():
+        if name.endswith("norm"):
+            x = small_D[: norm.weight.shape[0]]
+            assert torch.equal(norm(x), given.get_submodule(name)(x)), name
+            assert not torch.allclose(norm(x), start.get_submodule(name)(x)), name
+    further.save_pretrained(tmp_path / "further")
+    out = export_drafter(str(tmp_path / "further"), "published", tmp_path / "out", str(tmp_path / "target"))
+    assert json.loads((out / "config.json").read_text())["rms_norm_eps"] == 1e-3
 
 
 def test_a_run_is_exported_with_its_card_and_trained_further(tmp_path, capfd):

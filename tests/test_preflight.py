@@ -231,8 +231,17 @@ def test_files_and_targets_that_are_not_there(run: Any, target: Path) -> None:
     code, lines, _ = run(data__train=["nowhere.jsonl"])
     assert code == 1 and found(lines, "fail", "files", "data.train names nowhere.jsonl")
     assert found(lines, "pass", "target", "loaded") and found(lines, "warn", "unused", "not checked")
+    assert found(lines, "warn", "rows", "not checked: a file of data.train is missing")
+    assert sum(level == "fail" for level, _, _ in lines) == 1
+    code, lines, _ = run(data__eval=["./none.jsonl", "other.jsonl"])
+    assert [(name, text.split()[2].rstrip(",")) for level, name, text in lines if level == "fail"] == [
+        ("files", "./none.jsonl"), ("files", "other.jsonl"),
+    ]  # fmt: skip
+    assert code == 1 and found(lines, "warn", "data.eval", "not checked") and found(lines, "pass", "rows", "kept")
+    assert found(lines, "pass", "accepted length", "of an untrained drafter")
     code, lines, _ = run(target__model="./nowhere", target__config=str(target / "config.json"))
     assert code == 1 and found(lines, "fail", "target", "nowhere does not exist")
+    assert sum(level == "fail" for level, _, _ in lines) == 1
     assert found(lines, "warn", "target.config", "sizes are taken from") and found(
         lines, "pass", "memory of cpu", "GiB"
     )

@@ -113,6 +113,65 @@ def test_what_is_not_there_is_named(tmp_path):
         assert "\n" not in str(caught.value) and str(caught.value).startswith("target.model")
 
 
+@pytest.mark.parametrize("fault", ["truncated", "header", "garbage", "empty"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_broken_file_is_named(tmp_path, fault, sharded):
+    module = tiny_llama(0)
+    save_target(tmp_path, module)
+    if sharded:
+        (tmp_path / "model.safetensors").unlink()
+        module.save_pretrained(tmp_path, max_shard_size="20KB")
+        assert len(list(tmp_path.glob("model-*.safetensors"))) > 4
+    path = sorted(tmp_path.glob("*.safetensors"))[-1]
+    good = path.read_bytes()
+    bad = {
+        "truncated": good[: len(good) // 2],
+        "header": good[:3] + bytes([good[3] ^ 4]) + good[4:],  # its length: beyond the file
+        "garbage": b"version https://git-lfs.github.com/spec/v1\n",  # a pointer in place of the file
+        "empty": b"",
+    }
+    path.write_bytes(bad[fault])
+    with pytest.raises(TargetError) as caught:
+        load(tmp_path)
+    text = str(caught.value)
+    assert text.startswith(f"target.model {tmp_path}: {path} is broken (Error while deserializing header")
+    assert text.endswith("; copy or download it again") and "\n" not in text
+    path.write_bytes(good)
+    load(tmp_path)
+
+
+def test_a_missing_shard_and_a_broken_index_are_named(tmp_path):
+    tiny_llama(0).save_pretrained(tmp_path, max_shard_size="20KB")
+    tiny_tokenizer().save_pretrained(tmp_path)
+    shard, index = sorted(tmp_path.glob("model-*"))[2], tmp_path / "model.safetensors.index.json"
+    kept, listed = shard.read_bytes(), index.read_text()
+    shard.unlink()
+    with pytest.raises(TargetError, match=rf"{shard} is missing, which {index.name} names; copy or download it again"):
+        load(tmp_path)
+    shard.write_bytes(kept)
+    index.write_text(listed[: len(listed) // 2])
+    with pytest.raises(TargetError, match=rf"{index} is broken \(.*\); copy or download it again"):
+        load(tmp_path)
+
+
+def test_a_broken_file_in_the_cache_of_the_hub_is_named(tmp_path, monkeypatch):
+    """As an interrupted copy of the cache leaves it."""
+    from huggingface_hub import constants
+
+    snapshot = tmp_path / "models--my--model" / "snapshots" / ("a" * 40)
+    save_target(snapshot, tiny_llama(0))
+    (tmp_path / "models--my--model" / "refs").mkdir()
+    (tmp_path / "models--my--model" / "refs" / "main").write_text("a" * 40)
+    for name in ("huggingface_hub.constants.HF_HUB_CACHE", "transformers.utils.hub.constants.HF_HUB_CACHE"):
+        monkeypatch.setattr(name, str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    load("my/model")
+    path = snapshot / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(TargetError, match=rf"target.model my/model: {path} is broken \(.*copy or download it again"):
+        load("my/model")
+
+
 def test_reading_gguf_without_its_reader_says_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "x.gguf").touch()
     find = importlib.util.find_spec

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dflash.check.page import Page
-from dflash.config import Config
+from dflash.config import Config, missing_files
 from dflash.config_target import lookup, text_config
 from dflash.data import chat
 from dflash.data.batches import BatchPlan
@@ -55,6 +55,10 @@ class DataFound:
 def check_data(page: Page, config: Config, target_config: Any, tokenizer: Any) -> DataFound | None:
     """Rows, masks, lengths, plan; None where no data can be used."""
     page.section("data")
+    missing = {problem.partition(" ")[0] for problem in missing_files(config)}  # named above, one line each
+    if "data.train" in missing:
+        page.not_run("rows", "a file of data.train is missing")
+        return None
     known = text_config(target_config)
     shared: dict[str, Any] = {
         "max_length": config.data.max_length,
@@ -73,7 +77,9 @@ def check_data(page: Page, config: Config, target_config: Any, tokenizer: Any) -
     _lengths(page, config, data)
     prompts: list[Prompt] = []
     with page.guarded("data.eval"):
-        if config.data.eval:
+        if "data.eval" in missing:
+            page.not_run("data.eval", "a file of it is missing")
+        elif config.data.eval:
             prompts = load_prompts(config.data.eval, tokenizer, limit=config.eval.samples, **shared)
             page.line("pass", "data.eval", f"{len(prompts):,} prompts (eval.samples {config.eval.samples:,})")
         else:

@@ -8,7 +8,6 @@ from typing import Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 
 from dflash.config import ConfigError
 from dflash.data.conversations import DataError
@@ -65,8 +64,6 @@ class Page:
         except torch.OutOfMemoryError as error:
             reason = str(error).split(". ")[0]
             self.line("fail", name, f"out of memory ({reason}); lower train.tokens_per_batch or anchors_per_batch")
-        except SafetensorError as error:
-            self.line("fail", name, f"a .safetensors file of it is broken ({error}); copy or download it again")
         except EXPECTED as error:
             self.line("fail", name, " ".join(str(error).split()))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import io
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as library_logging
@@ -59,8 +62,8 @@ def load_module(model: str, revision: str | None, dtype: torch.dtype, devices: S
     Of a multimodal checkpoint only the text part is read where the library has a class for it, as for Qwen3.5/3.6.
 
     Raises:
-        TargetError: nothing there, or a tensor the model needs is not in the files: it would have been drawn at random,
-            and a drafter would train on that without a sign.
+        TargetError: nothing there, a file is broken, or a tensor the model needs is not in the files: it would have
+            been drawn at random, and a drafter would train on that without a sign.
     """
     source, config = _source(model, revision), _read(AutoConfig, model, revision)
     auto = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
@@ -68,9 +71,15 @@ def load_module(model: str, revision: str | None, dtype: torch.dtype, devices: S
         source["quantization_config"] = transformers.GgufConfig(dequantize=True)
     with _named(model), _quiet_unless_terminal():
         place = {"": devices[0]} if len(devices) == 1 else split(auto, config, devices)
-        module, info = auto.from_pretrained(
-            **source, config=config, dtype=dtype, device_map=place, output_loading_info=True
-        )
+        try:
+            module, info = auto.from_pretrained(
+                **source, config=config, dtype=dtype, device_map=place, output_loading_info=True
+            )
+        except (OSError, ValueError, TypeError, LookupError, SafetensorError) as error:
+            name = source["pretrained_model_name_or_path"]  # of a .gguf file its folder, which is not what was read
+            if "gguf_file" not in source and (fault := _broken_file(name, revision)):
+                raise TargetError(f"target.model {model}: {fault}; copy or download it again") from error
+            raise
     if missing := sorted(info["missing_keys"]):
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         raise TargetError(
@@ -78,6 +87,31 @@ def load_module(model: str, revision: str | None, dtype: torch.dtype, devices: S
             "draw at random; complete the files, or correct tie_word_embeddings in config.json if only the head is gone"
         )
     return module
+
+
+def _broken_file(name: str, revision: str | None) -> str | None:
+    """Which file of a folder, or of a hub id's copy in the cache, is not whole: the library does not say."""
+    folder = Path(name)
+    if not folder.is_dir():
+        cached = try_to_load_from_cache(name, "config.json", revision=revision)
+        if not isinstance(cached, str):
+            return None
+        folder = Path(cached).parent
+    index, files = folder / "model.safetensors.index.json", set(folder.glob("*.safetensors"))
+    if index.exists():
+        try:
+            files |= {folder / file for file in json.loads(index.read_bytes())["weight_map"].values()}
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            return f"{index} is broken ({error})"
+    for file in sorted(files):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except FileNotFoundError:
+            return f"{file} is missing, which {index.name} names"
+        except (OSError, SafetensorError) as error:
+            return f"{file} is broken ({error})"
+    return None
 
 
 def split(auto: Any, config: Any, devices: Sequence[torch.device]) -> dict[str, torch.device]:
@@ -160,7 +194,9 @@ def _named(model: str) -> Iterator[None]:
     """Say of which model transformers could not read something, in one sentence."""
     try:
         yield
-    except (OSError, ValueError, ImportError) as error:
+    except TargetError:
+        raise
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise TargetError(f"target.model {model} cannot be loaded ({WAYS}): {reason[:300]}") from error
 
