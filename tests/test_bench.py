@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from dflash import cli
-from dflash.bench import capture
+from dflash.bench import capture, sweep
 from dflash.bench.peers import PeerError
 from dflash.bench.shapes import SHAPES, capture_flops, step_flops, target_config, visible_pairs
 from dflash.bench.step import bench, build, flops, table
@@ -123,3 +123,20 @@ def test_pipeline_bench_measures_both_ways_of_bringing_the_sides_together(tmp_pa
     assert stream["bytes"] == 64 * (3 * 64 * 4 + 4)  # features of three layers and a label
     assert stream["over_transfer"] == pytest.approx(stream["stream_s"] / stream["transfer_s"])
     assert f"{stream['over_transfer']:.3f} of its bytes' transfer" in capsys.readouterr().out
+
+
+def test_sweep_measures_every_size_and_draws_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sweep, "SIZES", {"anchors": [2, 4, 8], "tokens": [64, 128], "vocab_size": [512, 1024]})
+    plot, out = tmp_path / "cost.svg", tmp_path / "cost.json"
+    line = ["bench", "sweep", "--shape", "tiny", "--tokens", "64", "--anchors", "4", "--repeats", "1"]
+    assert cli.main([*line, "--device", "cpu", "--plot", str(plot), "--json", str(out)]) == 0
+    points = json.loads(out.read_text())["points"]
+    work = {(p["vary"], p["value"]): p["tflop"] for p in points}
+    assert list(work) == [(v, n) for v, values in sweep.SIZES.items() for n in values]
+    assert work["anchors", 4] == work["tokens", 64] == work["vocab_size", 512]  # the point they share, measured once
+    assert len({p["s_per_step"] for p in points if (p["vary"], p["value"]) in {("anchors", 4), ("tokens", 64)}}) == 1
+    # Twice the anchors: twice the slots' work, the context's stays.
+    assert 1.5 < work["anchors", 8] / work["anchors", 4] < 2.0 and work["vocab_size", 1024] > work["vocab_size", 512]
+    assert capsys.readouterr().out.count(" s a step") == len(points)
+    assert plot.stat().st_size > 5000
+    assert cli.main([*line, "--device", "cpu", "--plot", str(tmp_path / "cost.txt")]) == 1

@@ -1,17 +1,13 @@
-"""Placement to roles, the split of a target over devices, and what the launcher says of a death."""
+"""Placement to roles, and what the launcher says of a death."""
 
 import json
 import signal
 from types import SimpleNamespace
 
 import pytest
-import torch
-from tiny import qwen35_config, tiny_gemma2, tiny_llama
 from torch.distributed.elastic.multiprocessing import PContext
-from transformers import AutoModelForCausalLM
 
 from dflash.config import Config, ConfigError, DataConfig, DrafterConfig, PlacementConfig, TargetConfig
-from dflash.target.load import TargetError, split
 from dflash.train import launch
 from dflash.train.log import drop_lines_after
 from dflash.train.placement import local_roles, roles, transport
@@ -63,33 +59,6 @@ def test_nccl_only_where_every_process_has_gpus_of_its_own():
     assert transport(roles(config(["cuda:0", "cuda:1"], ["cuda:1"]))) == "gloo"
     assert transport(roles(config(["cpu", "cpu"], ["cpu"]))) == "gloo"
     assert transport(roles(config(["0/cuda:0", "1/cuda:0"], ["1/cuda:1"]))) == "nccl"
-
-
-GPUS = [torch.device("cuda", i) for i in range(3)]
-
-
-@pytest.mark.parametrize("made", [tiny_llama(0).config, qwen35_config(), tiny_gemma2(0).config])
-@pytest.mark.parametrize("count", [2, 3])
-def test_a_split_places_every_weight_once_and_layers_in_order(made, count):
-    place = split(AutoModelForCausalLM, made, GPUS[:count])
-    with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(made)
-    where = {}
-    for name, _ in [*module.named_parameters(), *module.named_buffers()]:
-        owners = [key for key in place if name == key or name.startswith(f"{key}.")]
-        assert len(owners) == 1, name
-        where[name] = place[owners[0]].index
-    layers = [place[f"model.layers.{i}"].index for i in range(made.num_hidden_layers)]
-    assert layers == sorted(layers) and set(layers) == set(range(count))
-    assert max(map(layers.count, layers)) - min(map(layers.count, layers)) <= 1
-    assert place["model.embed_tokens"].index == 0
-    behind = 0 if made.tie_word_embeddings else count - 1  # a tied head lies with the embedding it is
-    assert place["lm_head"].index == behind and place["model.norm"].index == behind
-
-
-def test_more_devices_than_layers_are_refused():
-    with pytest.raises(TargetError, match="4 layers that 5 devices could share"):
-        split(AutoModelForCausalLM, tiny_llama(0).config, [torch.device("cuda", i) for i in range(5)])
 
 
 def test_only_a_signal_buys_workers_time_to_save(monkeypatch):

@@ -13,6 +13,7 @@ import select
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from dflash import estimate
@@ -132,8 +133,9 @@ def bench(args: argparse.Namespace) -> int:
     """Measure speed."""
     import torch
 
-    from dflash.bench import capture, pipeline, step
+    from dflash.bench import capture, pipeline, step, sweep
     from dflash.decode.drafters import pick_device
+    from dflash.report.plot import require
 
     device = pick_device(args.device)
     dtype = getattr(torch, args.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
@@ -143,6 +145,16 @@ def bench(args: argparse.Namespace) -> int:
             device=device, dtype=dtype, peer=args.peer,
         )  # fmt: skip
         print(step.table(result))
+    elif args.part == "sweep":
+        if args.plot is not None:
+            require(args.plot)
+        result = sweep.bench(
+            args.shape, tokens=args.tokens, anchors=args.anchors, steps=args.repeats, device=device, dtype=dtype,
+            tell=partial(print, flush=True),
+        )  # fmt: skip
+        print(sweep.heading(result))
+        if args.plot is not None:
+            sweep.save(result, args.plot)
     elif args.part == "pipeline":
         result = pipeline.bench(
             args.shape, tokens=args.tokens, anchors=args.anchors, repeats=args.repeats, device=device, dtype=dtype,

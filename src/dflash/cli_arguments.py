@@ -257,9 +257,10 @@ def command_line() -> argparse.ArgumentParser:
         "dflash bench step --shape qwen27b --anchors 512 --peer",
     )
     sub.add_argument(
-        "part", choices=["step", "capture", "pipeline"],
-        help="step: one optimizer step of the drafter as training runs it; capture: features and labels of the target; "
-        "pipeline: both in turns on one device, and the stream between two processes",
+        "part", choices=["step", "sweep", "capture", "pipeline"],
+        help="step: one optimizer step of the drafter as training runs it; sweep: that step as anchors, context and "
+        "vocabulary grow; capture: features and labels of the target; pipeline: target and "
+        "drafter in turns on one device, and the stream between two processes",
     )  # fmt: skip
     sub.add_argument("--shape", choices=["qwen27b", "smollm2", "tiny"], default="qwen27b", help="default: %(default)s")
     sub.add_argument("--tokens", type=_count, default=3072, metavar="N", help="of the micro-batch (%(default)s)")
@@ -275,5 +276,6 @@ def command_line() -> argparse.ArgumentParser:
     )  # fmt: skip
     sub.add_argument("--device", help="default: cuda:0 if there is one, else cpu")
     sub.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16 on a GPU, float32 on a CPU")
+    sub.add_argument("--plot", type=Path, metavar="OUT", help="sweep: the curves, .png or .svg")
     sub.add_argument("--json", type=Path, metavar="OUT", help="write the figures there too")
     return parser

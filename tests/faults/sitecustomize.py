@@ -1,6 +1,7 @@
 """Faults for workers of a run, by environment: imported by every Python that has this folder on its PYTHONPATH.
 
-``DFLASH_TEST_FAULT`` is ``KIND:LOCAL_RANK``; the process with that local rank has the fault, from its third capture on.
+``DFLASH_TEST_FAULT`` is ``KIND:LOCAL_RANK``; the process with that local rank has the fault, from its fourth capture
+on; ``slow``, which has every capture last 0.2 s longer, also keeps a tiny run from ending before a test has killed it.
 """
 
 import os

@@ -112,7 +112,9 @@ def _launch(config: Config, run_dir: Path, here: Sequence[Role], machines: Machi
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    for name in list(logging.root.manager.loggerDict):  # each of the library's has a level of its own
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.ERROR)
     run_dir.mkdir(parents=True, exist_ok=True)
     with locked(run_dir) if _keeps(here) else _unlocked(), _orders(config) as orders:
         if machines.nodes > 1 or len(here) > 1:

@@ -45,7 +45,7 @@ def replica(config: Config, run_dir: Path, role: Role, everyone: Sequence[Role],
     if role.index == 0:
         answer_questions(target, link, link.leader)
     opened = get_long(link, "open", link.leader)
-    wire, _ = _groups_of(config, role, everyone, link)
+    wire, _ = _groups_of(role, everyone, link, target.device)
     drafters = [r.rank for r in everyone if r.kind == "drafter"]
     if role.index == 0:
         send_weights(target, wire, role.rank, drafters)
@@ -127,7 +127,7 @@ def _connect(
     prepared: Prepared,
 ) -> None:
     """Form the groups, take embedding and head, and let the features flow."""
-    wire, group = _groups_of(config, role, everyone, link)
+    wire, group = _groups_of(role, everyone, link, target.device)
     target.receive_weights(wire, 0, role.rank)
     rows_of, pad_to = _rows_of(prepared, told["answers"]), padded_tokens(config.train.tokens_per_batch, target.device)
     longest = max((len(prompt) + len(answer) for prompt, answer in told["answers"]), default=0)
@@ -193,9 +193,13 @@ def _link(config: Config, role: Role, everyone: Sequence[Role], orders: Orders) 
     return link
 
 
-def _groups_of(config: Config, role: Role, everyone: Sequence[Role], link: Link) -> tuple[Wire, Any]:
+def _groups_of(role: Role, everyone: Sequence[Role], link: Link, device: torch.device) -> tuple[Wire, Any]:
     """The wire of this process and the group of the drafters. All processes are ready when this begins, so nobody is
-    waited for long; the transports' own limits are out of reach, since heartbeats tell who is dead."""
+    waited for long; the transports' own limits are out of reach, since heartbeats tell who is dead.
+
+    Args:
+        device: that features leave from or arrive on: of a replica's GPUs the one with the head, first or last.
+    """
     kind, forever = transport(list(everyone)), timedelta(days=30)
     store = PrefixStore(f"groups/{link.token}", link.second())
     dist.init_process_group("gloo", store=store, rank=role.rank, world_size=len(everyone), timeout=forever)
@@ -206,8 +210,9 @@ def _groups_of(config: Config, role: Role, everyone: Sequence[Role], link: Link)
         return Wire(), group
     pairs = {(r, d): dist.new_group([r, d], backend="nccl", timeout=forever) for r in replicas for d in drafters}
     wire = Wire(pairs)
-    token = torch.zeros(1, device=role.devices[-1])
-    for pair in pairs:  # in one order everywhere: a communicator opens at its first use, with both ends present
+    token = torch.zeros(1, device=device)
+    # In one order everywhere: a communicator opens at its first use, with both ends present, for good on that device.
+    for pair in pairs:
         if role.rank == pair[0]:
             wire.send(token, *pair)
         elif role.rank == pair[1]:

@@ -159,7 +159,7 @@ def _give_up(error: Exception, orders: Orders) -> int:
     except FileExistsError:  # another process was first: its reason is the one to tell
         pass
     os.kill(os.getppid(), signal.SIGTERM)
-    time.sleep(AGENT_S)  # the launcher ends this process; leaving first would read as a crash to be restarted
+    orders.stopped.wait(AGENT_S)  # for the launcher to end it: leaving first would read as a crash to be restarted
     return 1
 
 

@@ -1,0 +1,108 @@
+"""What a drafter step costs as one of its sizes grows: anchors, context and vocabulary, the others at rest."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash.bench.shapes import H200_PEAK, SHAPES, Shape
+from dflash.bench.step import build, flops, timed
+from dflash.report import plot
+from dflash.train.probe import choose_paths
+
+SIZES = {
+    "anchors": [64, 128, 256, 512, 1024],
+    "tokens": [1024, 2048, 4096, 8192, 16_384],
+    "vocab_size": [32_768, 65_536, 131_072, 248_320],
+}
+LABELS = {"anchors": "anchors", "tokens": "tokens of context", "vocab_size": "vocabulary"}
+
+
+def bench(
+    shape: str,
+    *,
+    tokens: int,
+    anchors: int,
+    steps: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    tell: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Seconds of an optimizer step at every size of :data:`SIZES`, one document a step.
+
+    Args:
+        tokens, anchors: where they are not what varies.
+        tell: given a line for each point as it is measured.
+    """
+    sizes = SHAPES[shape]
+    known: dict[tuple[Shape, int, int], dict[str, float]] = {}
+    points = []
+    for vary, values in SIZES.items():
+        for value in values:
+            at = {"anchors": anchors, "tokens": tokens, "vocab_size": sizes.vocab_size} | {vary: value}
+            key = (replace(sizes, vocab_size=at["vocab_size"]), at["tokens"], at["anchors"])
+            if key not in known:
+                known[key] = _measured(*key, steps, device, dtype)
+            points.append({"vary": vary, "value": value, **known[key]})
+            tell(_row(points[-1]))
+    out = {"shape": shape, "tokens": tokens, "anchors": anchors, "dtype": str(dtype).removeprefix("torch.")}
+    device_name = {"device": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
+    return {**out, **device_name, "points": points}
+
+
+def _measured(
+    sizes: Shape, tokens: int, anchors: int, steps: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, float]:
+    trainer = build(sizes, tokens, anchors, device, dtype, 1)
+    work = flops(trainer, 4)
+    choose_paths(trainer)
+    own = timed((partial(trainer.one_step, n) for n in itertools.count(1)), steps, device)
+    if device.type == "cuda":
+        own["mfu"] = work / own["s_per_step"] / H200_PEAK
+        torch.compiler.reset()  # each size is compiled anew, and the compiler gives up after eight
+    return own | {"tflop": work / 1e12}
+
+
+def _row(point: dict[str, Any]) -> str:
+    share = f", MFU {point['mfu']:.0%}" if "mfu" in point else ""
+    memory = f", {point['peak_gib']:.1f} GiB" if "peak_gib" in point else ""
+    name, seconds = LABELS[point["vary"]], point["s_per_step"]
+    return f"  {name:17} {point['value']:>9,}  {seconds:.4f} s a step, {point['tflop']:.1f} TFLOP{share}{memory}"
+
+
+def heading(result: dict[str, Any]) -> str:
+    """What does not vary."""
+    return (
+        f"drafter step, shape {result['shape']}, {result['tokens']} tokens and {result['anchors']} anchors unless they "
+        f"vary, {result['dtype']}, on {result.get('device', 'cpu')}"
+    )
+
+
+def save(result: dict[str, Any], out: Path) -> None:
+    """The curves as an image, one panel for each size that varies; both axes from zero, so that a line is a line.
+
+    Raises:
+        ReportError: matplotlib is missing, or ``out`` is neither .png nor .svg.
+    """
+    plot.require(out)
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(12, 3.6), layout="constrained")
+    drawn.suptitle(heading(result), fontsize=9)
+    for axes, vary in zip(drawn.subplots(1, len(SIZES), sharey=True), SIZES, strict=True):
+        points = [point for point in result["points"] if point["vary"] == vary]
+        axes.plot([p["value"] for p in points], [p["s_per_step"] for p in points], marker="o", color="tab:blue")
+        for point in points:
+            if "mfu" in point:
+                at = (point["value"], point["s_per_step"])
+                axes.annotate(f"{point['mfu']:.0%}", at, (4, -10), textcoords="offset points", fontsize=7)
+        axes.set(xlabel=LABELS[vary], xlim=(0, None), ylim=(0, None))
+        axes.grid(alpha=0.3)
+    drawn.axes[0].set_ylabel("seconds a step (MFU beside)")
+    drawn.savefig(out, dpi=120)
