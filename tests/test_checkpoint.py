@@ -77,6 +77,18 @@ def test_resumed_state_equals_the_state_that_was_saved(tmp_path, kind):
     assert DFlashDraftModel.from_pretrained(store.newest()).config.block_size == 4
 
 
+@pytest.mark.parametrize("kind,other", [(AdamW, Muon), (Muon, AdamW)])
+def test_moments_of_another_optimizer_are_refused_by_its_key(tmp_path, kind, other):
+    model = drafter()
+    optimizer = optimizer_of(model, kind)
+    steps(model, optimizer, 1, 0)
+    store = Checkpoints(tmp_path, 2, True)
+    store.save(model, optimizer, progress(1))
+    store.wait()
+    with pytest.raises(CheckpointError, match=r"optimizer.safetensors: .* exp_avg_sq.*: of another train.optimizer"):
+        load(store.newest(), model, optimizer_of(model, other))
+
+
 def test_retention_keeps_the_newest_and_the_best(tmp_path):
     model = drafter()
     optimizer = optimizer_of(model)

@@ -8,7 +8,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from dflash import fast
 from dflash.target import compiled
-from dflash.target.compiled import CompiledParts, choose_paths, short_convolution
+from dflash.target.compiled import CompiledParts, choose_paths, short_convolution, trial_lengths
 from dflash.target.model import Target
 
 TARGETS = [tiny_llama, tiny_qwen3, tiny_gemma2, tiny_qwen35]
@@ -84,9 +84,40 @@ def test_a_kernel_that_is_installed_is_left_in_its_place(eager, monkeypatch):
     assert CompiledParts(Target(tiny_qwen35(), None, [0]).decoder).homes == []
 
 
+class ToldMore(torch.nn.Module):
+    """As a gated norm without its gate, and as an MLP shared by layers that is told which of them calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(4.0))
+
+    def forward(self, hidden, gate=None, layer_idx=0):
+        out = hidden * self.weight + layer_idx
+        return out if gate is None else out * gate
+
+
+def test_what_is_no_tensor_reaches_a_part_as_it_is(eager):
+    module = ToldMore()
+    hidden, gate = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    calls = [((), {}), ((None,), {}), ((gate, 2), {}), ((), {"gate": None, "layer_idx": 5}), ((), {"gate": gate})]
+    want = [module(hidden, *args, **named) for args, named in calls]
+    with CompiledParts(module).in_place():
+        got = [module(hidden, *args, **named) for args, named in calls]
+    assert len(eager) == len(calls)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9, 15, 16, 17, 64])
+def test_the_trial_has_no_row_longer_than_training_has(tokens):
+    one, several = trial_lengths(tokens, 8)
+    assert one == [min(tokens, 8)] and max(several) <= 8 and min(several) > 0
+    assert len(several) > 1 or tokens == 1
+    assert tokens - 8 < sum(several) <= tokens
+
+
 def test_on_a_cpu_nothing_is_chosen(eager):
     target = Target(tiny_llama(), None, [0])
-    choose_paths(target, 64)
+    choose_paths(target, 64, 64)
     assert target.compiled is None and not eager
 
 
@@ -98,7 +129,7 @@ def test_compiled_capture_equals_plain_capture(make):
     target = Target(make().cuda(), None, [0, 2])
     batches = [rows(), rows(1, (64,)), rows(2, (5, 1)), rows(3, (40, 31, 8, 77))]
     want = [target.capture(*batch) for batch in batches]
-    choose_paths(target, 128)
+    choose_paths(target, 128, 64)
     assert target.compiled is not None and fast.uses(fast.TARGET, target.device)
     for batch, plain in zip(batches, want, strict=True):
         got = target.capture(*batch)

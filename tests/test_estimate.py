@@ -92,6 +92,14 @@ def test_mission_figures() -> None:
     (need,) = estimate.disk(config, target)
     assert need.bytes == 5 * 12 * estimate.drafter_parameters(config, target)
 
+    before = drafting.bytes
+    config.train.optimizer = "muon"
+    (need,) = estimate.disk(config, target)
+    assert need.bytes == 5 * 8 * estimate.drafter_parameters(config, target)
+    assert before - estimate.roles(config, target)[-1].bytes == 4 * estimate.drafter_parameters(config, target)
+    host = estimate.checkpoint_bytes(config, target) / GIB
+    assert f"{host:8.2f} GiB  host memory" in estimate.describe(config, target)
+
     config.placement.gpus_per_replica = 3
     assert [role.devices for role in estimate.roles(config, target)[:-1]] == [
         ("cuda:0", "cuda:1", "cuda:2"),

@@ -149,6 +149,24 @@ def test_kill_and_resume_equals_a_run_never_killed(finished, tmp_path):
 
 
 @pytest.mark.slow
+def test_kill_and_resume_with_muon_and_features_read_ahead(tmp_path):
+    """In the middle of an epoch. Moments of AdamW are no help to Muon: a config changed by hand is refused."""
+    over = {"train__optimizer": "muon", "data__features": str(tmp_path / "features")}
+    finish(dflash("train", write_run(tmp_path / "a", **over)))
+    data = [f"data.{key}=[{tmp_path / 'a' / key}.jsonl]" for key in ("train", "eval")]
+    process = dflash("train", tmp_path / "a" / "config.yaml", f"run_dir={tmp_path / 'run'}", *data, slow=True)
+    assert kill_when(process, tmp_path / "run", 7)
+    config = tmp_path / "run" / "config.yaml"
+    whole = config.read_text()
+    config.write_text(whole.replace("optimizer: muon", "optimizer: adamw"))
+    out = finish(dflash("resume", tmp_path / "run"), code=1)
+    assert "of another train.optimizer; put it back as it was" in out and "Traceback" not in out
+    config.write_text(whole)
+    assert "continuing after step" in finish(dflash("resume", tmp_path / "run"))
+    assert_same(outcome(tmp_path / "a" / "run"), outcome(tmp_path / "run"))
+
+
+@pytest.mark.slow
 def test_kills_at_many_moments(finished, tmp_path):
     """Killed again and again, at moments that fall into start-up, saves, evaluations and steps."""
     folder, _ = finished

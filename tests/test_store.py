@@ -4,6 +4,8 @@ import json
 import logging
 import resource
 import shutil
+import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -252,6 +254,33 @@ def test_training_from_a_capture_gives_the_loss_curve_of_one_that_asks_its_targe
     online, offline = outcome(tmp_path / "run")[0], outcome(tmp_path / "offline")[0]
     pairs = [(a["loss"], b["loss"]) for a, b in zip(online, offline, strict=True) if "loss" in a]
     assert len(pairs) > 8 and all(a == pytest.approx(b, rel=1e-4) for a, b in pairs)
+
+
+def test_a_shard_that_is_gone_again_is_named_by_the_process_that_wrote_it(tmp_path, data, target):
+    store = FeatureStore(tmp_path / "f", data, CONTRACT)
+    store.capture(target, 128)
+    shards(tmp_path / "f")[1].unlink()
+    with pytest.raises(StoreError, match=r"data\.features: .*00001\.safetensors is damaged .*it is captured again"):
+        read(store, range(len(data)))
+
+
+def test_one_batch_is_read_ahead_and_no_more():
+    batches = [SimpleNamespace(epoch=0, index=i) for i in range(6)]
+    plan = SimpleNamespace(total=6, batches=lambda step: [batches[step - 1]])
+    begun, done = [], threading.Event()
+
+    def read(batch):
+        begun.append(batch.index)
+        done.set()
+        return batch.index
+
+    features_of = read_ahead(plan, read)
+    for i, batch in enumerate(batches):
+        done.clear()
+        assert features_of(batch) == i
+        assert done.wait(5) or i == 5
+        time.sleep(0.02)
+        assert begun == list(range(min(i + 2, 6)))
 
 
 def test_the_next_batch_is_read_ahead_and_each_batch_is_its_own():

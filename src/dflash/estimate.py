@@ -140,15 +140,24 @@ def feature_bytes_per_token(config: Config, target_config: Any) -> int:
     return width * len(config.target.context_layers or ()) * _itemsize(config)
 
 
+def checkpoint_bytes(config: Config, target_config: Any) -> int:
+    """Of one checkpoint: weights and moments in fp32."""
+    return (4 + _moment_bytes(config)) * drafter_parameters(config, target_config)
+
+
+def _moment_bytes(config: Config) -> int:
+    """Per weight; the vectors' second moment is too little to count."""
+    return 4 if config.train.optimizer == "muon" else 8
+
+
 def disk(config: Config, target_config: Any) -> list[Need]:
     """Bytes that the run's folder grows to."""
-    c, moment = config.checkpoint, 12 * drafter_parameters(config, target_config)
+    c = config.checkpoint
     best = int(c.keep_best and bool(config.data.eval))
     # Retention deletes an old checkpoint only once the new one is complete.
     count = c.keep_last + best + 1
-    return [
-        Need(f"{count} checkpoints (fp32 weights and both moments; keep_last, best, one being written)", count * moment)
-    ]
+    whole = count * checkpoint_bytes(config, target_config)
+    return [Need(f"{count} checkpoints (fp32 weights and moments; keep_last, best, one being written)", whole)]
 
 
 def _target_activations(config: Config, known: Any) -> Need:
@@ -183,7 +192,7 @@ def _trained_state(config: Config, known: Any) -> list[Need]:
         Need("weights of the drafter, fp32", 4 * count),
         *copy,
         Need("gradients, fp32", 4 * count),
-        Need("moments of the optimizer, fp32", (4 if config.train.optimizer == "muon" else 8) * count),
+        Need("moments of the optimizer, fp32", _moment_bytes(config) * count),
     ]
 
 
@@ -233,7 +242,7 @@ def describe(config: Config, target_config: Any) -> str:
         lines += [f"  {role.bytes / GIB:8.2f} GiB  in all"]
     lines += ["", "memory per device (estimate)"]
     lines += [f"  {total / GIB:8.2f} GiB  {device}" for device, total in per_device(processes).items()]
-    host = 12 * drafter_parameters(config, target_config)
+    host = checkpoint_bytes(config, target_config)
     lines += [f"  {host / GIB:8.2f} GiB  host memory beside it, for the copy a checkpoint is written from"]
     lines += ["", f"disk under {config.run_dir} (estimate)"]
     lines += [f"  {need.bytes / GIB:8.2f} GiB  {need.part}" for need in disk(config, target_config)]

@@ -2,6 +2,8 @@
 
 Definitions, all over valid blocks and counted slots only:
 
+* ``loss``: cross-entropy in nats, a mean over counted slots with the weights of :func:`dflash.model.slot_weights`. They
+  move with the drafter towards later, harder slots, so it falls less than the cross-entropy of any one slot does.
 * ``accuracy``, ``top4_acc``, ``top8_acc``: share of counted slots whose label is the drafter's first choice, among its
   first 4, first 8. ``acc_pos{k}`` the same for slot k alone, k = 1 .. K-1.
 * ``avg_streak``: mean over blocks of the leading run of first choices that are right. ``ddtree_streak4/8``: the same

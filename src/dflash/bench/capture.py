@@ -105,7 +105,7 @@ def bench(
     other = timed(itertools.repeat(theirs), repeats, device) if peer else None
     want = theirs() if peer else None
     target = Target(module, None, context_layers)
-    choose_paths(target, rows * length)
+    choose_paths(target, rows * length, length)
 
     def ours() -> Any:
         return target.capture(documents, masks, list(range(rows)))

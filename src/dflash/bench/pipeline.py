@@ -50,7 +50,7 @@ def alternate(
     # The drafter of a cut target reads layers that are left, as many as before.
     context = list(np.linspace(0, depth - 2, len(SHAPES[shape].context_layers)).round().astype(int).tolist())
     target = Target(module, None, context)
-    compiled.choose_paths(target, tokens)
+    compiled.choose_paths(target, tokens, tokens)
     trainer = build(SHAPES[shape], tokens, anchors, device, dtype, 1)
     choose_paths(trainer)
     ids, mask = trainer.data.sample(0)

@@ -77,7 +77,7 @@ def check_placement(page: Page, config: Config, target_config: Any, data: DataFo
     if absent:
         text = f"this machine has {count} GPUs, and not {', '.join(absent)}"
         page.line("fail", "devices", f"{text}; run this where training will run, or name other devices in placement")
-    host = 12 * estimate.drafter_parameters(config, target_config)
+    host = estimate.checkpoint_bytes(config, target_config)
     if "cpu" not in config.placement.drafter:
         _fits(page, "host memory", host, host_memory(), "for the copy that a checkpoint is written from")
     _disk(page, config, target_config, data)

@@ -108,20 +108,31 @@ def _is_mlp(part: nn.Module) -> bool:
 def _by_rows(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Over [rows, width] whatever the shape: a batch of one sequence would be compiled apart from one of several."""
 
-    def forward(hidden: Tensor, *more: Tensor, **named: Tensor) -> Tensor:
-        rows = [tensor.flatten(0, -2) for tensor in (hidden, *more)]
-        return compiled(*rows, **{key: tensor.flatten(0, -2) for key, tensor in named.items()}).view(hidden.shape)
+    def rows(value: Any) -> Any:  # a gate may be None, and some MLPs are told their layer
+        return value.flatten(0, -2) if isinstance(value, Tensor) else value
+
+    def forward(hidden: Tensor, *more: Any, **named: Any) -> Tensor:
+        out = compiled(rows(hidden), *map(rows, more), **{key: rows(value) for key, value in named.items()})
+        return out.view(hidden.shape)
 
     return forward
 
 
-def choose_paths(target: Target, tokens: int) -> None:
+def trial_lengths(tokens: int, longest: int) -> tuple[list[int], list[int]]:
+    """Rows of a batch of one and of a full batch of several (one is compiled apart from several), none longer than
+    training has any: a longer one may not fit, or lie beyond the positions that the target knows."""
+    several = [longest] * (tokens // longest) if tokens >= 2 * longest else [tokens - tokens // 2, tokens // 2]
+    return [min(tokens, longest)], [length for length in several if length]
+
+
+def choose_paths(target: Target, tokens: int, longest: int) -> None:
     """Compile the target's elementwise parts for capture and try them; on a CPU, or without Triton, they stay plain.
 
     Takes up to half a minute, so it is for those who have many batches to capture: once, before the first.
 
     Args:
         tokens: of the largest batch to come.
+        longest: tokens of the longest row in it.
 
     Raises:
         TargetError: such a batch does not fit on the device.
@@ -134,8 +145,8 @@ def choose_paths(target: Target, tokens: int) -> None:
     target.compiled = CompiledParts(target.decoder)
 
     def work() -> None:
-        for lengths in ([tokens], [tokens - tokens // 2, tokens // 2]):  # one row is compiled apart from several
-            rows = [np.zeros(length, dtype=np.int64) for length in lengths if length]
+        for lengths in trial_lengths(tokens, longest):
+            rows = [np.zeros(length, dtype=np.int64) for length in lengths]
             target.capture(rows, [row == 0 for row in rows], range(len(rows)), tokens)
         torch.cuda.synchronize(target.device)
 

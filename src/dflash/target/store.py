@@ -218,10 +218,10 @@ class FeatureStore:
         """A shard to read from, whole and ours; costs one pass over its bytes per process, but not the one that wrote
         them."""
         path = self._file(shard)
-        if shard in self._written:
-            return safe_open(path, framework="pt")
         try:
             file = safe_open(path, framework="pt")
+            if shard in self._written:
+                return file
             about = json.loads((file.metadata() or {}).get(ABOUT, "{}"))
             crc32 = 0
             for name in ("labels", "context"):

@@ -134,7 +134,7 @@ def frozen_target(config: Config, devices: Sequence[str]) -> Target:
         t.model, revision=t.revision, dtype=getattr(torch, t.dtype), device=devices,
         context_layers=t.context_layers or (), label_layer=t.label_layer,
     )  # fmt: skip
-    choose_paths(target, config.train.tokens_per_batch)
+    choose_paths(target, config.train.tokens_per_batch, config.data.max_length)
     return target
 
 

@@ -63,7 +63,7 @@ def capture(path: Path, overrides: Sequence[str], out: Path) -> int:
         c.target.model, revision=c.target.revision, dtype=getattr(torch, c.target.dtype), device=device,
         context_layers=c.target.context_layers or (), label_layer=c.target.label_layer,
     )  # fmt: skip
-    choose_paths(target, c.train.tokens_per_batch)
+    choose_paths(target, c.train.tokens_per_batch, c.data.max_length)
     store = FeatureStore(Path(c.data.features or out), data, feature_contract(c, data, target))
     store.capture(target, c.train.tokens_per_batch)
     log.info(f"features of {len(data):,} rows are in {store.folder}; train with data.features={store.folder}")

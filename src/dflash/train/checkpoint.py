@@ -183,7 +183,7 @@ def load(path: Path, drafter: DFlashDraftModel, optimizer: AdamW | Muon) -> Prog
     progress = Progress(**state)
     parameters = dict(drafter.named_parameters())
     with torch.no_grad():
-        _read_into(path / "model.safetensors", parameters)
+        _read_into(path / "model.safetensors", parameters, "of another drafter")
     moments: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         entry = {m: torch.empty_like(parameter, dtype=torch.float32) for m in optimizer.moments(parameter)}
@@ -191,11 +191,11 @@ def load(path: Path, drafter: DFlashDraftModel, optimizer: AdamW | Muon) -> Prog
         # Of AdamW, on the device since it is fused; Muon's matrices need no count and let it be.
         entry["step"] = torch.tensor(float(progress.step), device=parameter.device)
         optimizer.state[parameter] = entry
-    _read_into(path / "optimizer.safetensors", moments)
+    _read_into(path / "optimizer.safetensors", moments, "of another train.optimizer; put it back as it was")
     return progress
 
 
-def _read_into(file: Path, tensors: dict[str, Tensor]) -> None:
+def _read_into(file: Path, tensors: dict[str, Tensor], otherwise: str) -> None:
     try:
         opened = safe_open(file, framework="pt")
     except SafetensorError as error:
@@ -204,7 +204,7 @@ def _read_into(file: Path, tensors: dict[str, Tensor]) -> None:
         names = set(stored.keys())
         if names != set(tensors):
             odd = sorted(names ^ set(tensors))
-            raise CheckpointError(f"{file}: {len(odd)} tensors missing or unexpected, {odd[0]} first: another drafter")
+            raise CheckpointError(f"{file}: {len(odd)} tensors missing or unexpected, {odd[0]} first: {otherwise}")
         for name, tensor in tensors.items():
             value = stored.get_tensor(name)
             if value.shape != tensor.shape or value.dtype != torch.float32:

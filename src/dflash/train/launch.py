@@ -187,11 +187,11 @@ def _tokenise(config: Config) -> None:
 
 
 def _shutdown_s(config: Config) -> int:
-    from dflash.estimate import drafter_parameters
+    from dflash.estimate import checkpoint_bytes
     from dflash.target.load import load_target_config
 
-    count = drafter_parameters(config, load_target_config(config.target.model, config.target.revision))
-    return SHUTDOWN_S + int(2 * 12 * count / DISK_BYTES_PER_S)
+    size = checkpoint_bytes(config, load_target_config(config.target.model, config.target.revision))
+    return SHUTDOWN_S + int(2 * size / DISK_BYTES_PER_S)
 
 
 @contextmanager
