@@ -115,6 +115,9 @@ def test_one_device_holds_one_copy_of_embedding_and_head() -> None:
     )
     (both,) = estimate.roles(alone, target)
     assert not [need for need in both.needs if "embedding" in need.part]
+    alone.data.features = "features"  # of which one batch is read ahead
+    (reading,) = estimate.roles(alone, target)
+    assert reading.bytes - both.bytes == alone.train.tokens_per_batch * estimate.feature_bytes_per_token(alone, target)
     _, drafter = estimate.roles(apart, target)
     (borrowed,) = [need for need in drafter.needs if "embedding" in need.part]
     assert borrowed.bytes == 2 * 97 * 48 * 2

@@ -111,7 +111,10 @@ def roles(config: Config, target_config: Any) -> list[Role]:
     if p.target == p.drafter and len(p.target) == 1:
         # One process alternates: what the target works with is free again before the drafter's turn.
         work = max(capture, train, key=lambda need: need.bytes)
-        needs = (weights, *trained, work, logits, Need("context features", features))
+        read = Need("context features", features)
+        if config.data.features:  # from disk the next batch is read during the step
+            read = Need("context features, in use and ahead", 2 * features)
+        needs = (weights, *trained, work, logits, read)
         return [Role("target and drafter", tuple(p.target), needs)]
     serving = (weights, capture, logits, Need("context features, made and on their way out", 2 * features))
     embeddings = (1 if lookup(known, "tie_word_embeddings") else 2) * lookup(known, "vocab_size")
