@@ -140,3 +140,5 @@ def test_sweep_measures_every_size_and_draws_it(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count(" s a step") == len(points)
     assert plot.stat().st_size > 5000
     assert cli.main([*line, "--device", "cpu", "--plot", str(tmp_path / "cost.txt")]) == 1
+    for argv, said in ((["step", "--plot", str(plot)], "--plot draws"), (["sweep", "--peer"], "--peer has nobody")):
+        assert cli.main(["bench", *argv]) == 2 and said in capsys.readouterr().err

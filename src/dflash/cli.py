@@ -131,6 +131,10 @@ def import_(args: argparse.Namespace) -> int:
 
 def bench(args: argparse.Namespace) -> int:
     """Measure speed."""
+    if args.plot is not None and args.part != "sweep":
+        raise ConfigError([f"--plot draws the curves of dflash bench sweep, and {args.part} has none; leave it out"])
+    if args.peer and args.part not in ("step", "capture"):
+        raise ConfigError([f"--peer has nobody to run beside {args.part}; leave it out, or bench step or capture"])
     import torch
 
     from dflash.bench import capture, pipeline, step, sweep
