@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import dflash
 
@@ -18,6 +20,20 @@ def _count(text: str) -> int:
 def _counts(text: str) -> list[int]:
     """A comma list, each once."""
     return list(dict.fromkeys(_count(part) for part in text.split(",")))
+
+
+def _add_command(
+    commands: Any, name: str, summary: str, example: str, description: str | None = None
+) -> argparse.ArgumentParser:
+    """``commands``: of argparse's subparsers. The description is the summary as a sentence, where none is given."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=description or f"{summary[0].upper()}{summary[1:]}.",
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return parser
 
 
 def _pair(sub: argparse.ArgumentParser) -> None:
@@ -48,12 +64,12 @@ def _data_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         "--server http://localhost:8000",
     )
     kinds = top.add_subparsers(dest="what", required=True, metavar="regenerate|capture")
-    sub = kinds.add_parser(
+    sub = _add_command(
+        kinds,
         "regenerate",
-        help="let the target answer prompts; may be killed and started again",
-        description="Let the target answer prompts, every user turn of a conversation in order.",
-        epilog="example:\n  dflash data regenerate --target my/model --prompts prompts.jsonl --out answers.jsonl",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "let the target answer prompts; may be killed and started again",
+        "dflash data regenerate --target my/model --prompts prompts.jsonl --out answers.jsonl",
+        "Let the target answer prompts, every user turn of a conversation in order.",
     )
     sub.add_argument("--target", required=True, metavar="MODEL", help="hub id, folder or package:NAME/FILE")
     sub.add_argument("--prompts", nargs="+", required=True, metavar="FILE", help="conversations, as in data.train")
@@ -76,12 +92,12 @@ def _data_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     sub.add_argument("--seed", type=int, default=0, help="of sampling (%(default)s)")
     sub.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda:0 if there is one, else cpu")
     sub.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16 on a GPU, float32 on a CPU")
-    sub = kinds.add_parser(
+    sub = _add_command(
+        kinds,
         "capture",
-        help="keep the target's features of a config's data on disk, to train without running it on them again",
-        description="Capture the context features and labels that a config trains on. May be killed and started again.",
-        epilog="example:\n  dflash data capture configs/smollm2.yaml --out features/smollm2",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "keep the target's features of a config's data on disk, to train without running it on them again",
+        "dflash data capture configs/smollm2.yaml --out features/smollm2",
+        "Capture the context features and labels that a config trains on. May be killed and started again.",
     )
     sub.add_argument("config", type=Path, metavar="CONFIG", help="YAML file of the training")
     sub.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a key of the file, value in YAML")
@@ -101,15 +117,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"dflash {dflash.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, summary: str, example: str) -> argparse.ArgumentParser:
-        return commands.add_parser(
-            name,
-            help=summary,
-            description=f"{summary[0].upper()}{summary[1:]}.",
-            epilog=f"example:\n  {example}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-
+    command = partial(_add_command, commands)
     sub = command(
         "train",
         "train a drafter as a config file says",

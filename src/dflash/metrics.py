@@ -32,10 +32,14 @@ def streaks(hit_NJ: Tensor, on_path_NJ: Tensor) -> Tensor:
     return (hit_NJ & on_path_NJ).long().cumprod(dim=1).sum(dim=1)
 
 
+def by_slot(value_M: Tensor, counted_NJ: Tensor, fill: float) -> Tensor:
+    """[N, K-1]: values of the counted slots (in row order) put back in place, ``fill`` at the others."""
+    return torch.full_like(counted_NJ, fill, dtype=value_M.dtype).masked_scatter_(counted_NJ, value_M)
+
+
 def ranks_by_slot(rank_M: Tensor, counted_NJ: Tensor) -> Tensor:
-    """int64 [N, K-1]: ranks of the counted slots (in row order) put back in place; slots not counted outrank
-    nothing."""
-    return torch.full_like(counted_NJ, _UNRANKED, dtype=torch.int64).masked_scatter_(counted_NJ, rank_M)
+    """int64 [N, K-1]: :func:`by_slot`; slots not counted outrank nothing."""
+    return by_slot(rank_M, counted_NJ, _UNRANKED)
 
 
 def pooled_sums(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dflash import fast
 from dflash.loss import frozen_head_loss
-from dflash.metrics import ranks_by_slot
+from dflash.metrics import by_slot, ranks_by_slot
 from dflash.model import Blocks, DFlashDraftModel, attention_masks, make_blocks, slot_weights
 from dflash.target.features import TargetFeatures
 
@@ -109,14 +109,13 @@ def score_blocks(
     """
     blocks, slots_NJD = draft_blocks(drafter, borrowed, features, context_TF, anchors_N, block_size)
     # Only counted slots meet the head, the largest matrix of all; the others have no label.
-    flat = blocks.counted_NJ.flatten()
+    counted_NJ = blocks.counted_NJ
+    flat = counted_NJ.flatten()
     at_M = (flat.nonzero() if counted is None else torch.nonzero_static(flat, size=counted)).squeeze(1)
     ce_M, rank_M = frozen_head_loss(
         slots_NJD.flatten(0, 1).index_select(0, at_M), borrowed.head_weight, blocks.labels_NJ.flatten()[at_M],
         borrowed.head_bias,
     )  # fmt: skip
-    counted_NJ = blocks.counted_NJ
-    ce_NJ = torch.zeros(counted_NJ.shape, device=ce_M.device).masked_scatter_(counted_NJ, ce_M.detach())
-    weight_NJ = slot_weights(ce_NJ, counted_NJ)
+    weight_NJ = slot_weights(by_slot(ce_M.detach(), counted_NJ, 0.0), counted_NJ)
     weighted = (weight_NJ.flatten()[at_M] * ce_M).sum()
     return Scored(blocks, ranks_by_slot(rank_M, counted_NJ), weight_NJ, weighted)

@@ -121,23 +121,30 @@ def bench(
     peer_step = peers.specforge_step if peer else None
     if peer_step is not None:
         peers.require("specforge")
-    trainer = build(sizes, tokens, anchors, device, dtype, accumulation)
-    work = flops(trainer, 4)
-    choose_paths(trainer)
-    own = timed((partial(trainer.one_step, n) for n in itertools.count(1)), steps, device)
+    own = measured(sizes, tokens, anchors, steps, device, dtype, accumulation)
     out: dict[str, Any] = {
         "shape": shape, "tokens": tokens, "anchors": anchors, "accumulation": accumulation,
-        "dtype": str(dtype).removeprefix("torch."), "tflop": work / 1e12, **own,
+        "dtype": str(dtype).removeprefix("torch."), **own,
     }  # fmt: skip
     if device.type == "cuda":
-        out |= {"device": torch.cuda.get_device_name(device), "mfu": work / own["s_per_step"] / H200_PEAK}
+        out["device"] = torch.cuda.get_device_name(device)
     if peer_step is not None:
-        del trainer
         gc.collect()
         theirs = peer_step(sizes, tokens, anchors, int(PROMPT * tokens), device, dtype)
         out["specforge"] = timed(itertools.repeat(theirs), steps, device) | {"version": peers.version("specforge")}
         out["ratio"] = own["s_per_step"] / out["specforge"]["s_per_step"]
     return out
+
+
+def measured(
+    sizes: Shape, tokens: int, anchors: int, steps: int, device: torch.device, dtype: torch.dtype, accumulation: int = 1
+) -> dict[str, float]:
+    """Our own step: :func:`timed`, its TFLOP, and on a GPU its MFU."""
+    trainer = build(sizes, tokens, anchors, device, dtype, accumulation)
+    work = flops(trainer, 4)
+    choose_paths(trainer)
+    own = timed((partial(trainer.one_step, n) for n in itertools.count(1)), steps, device) | {"tflop": work / 1e12}
+    return own | ({"mfu": work / own["s_per_step"] / H200_PEAK} if device.type == "cuda" else {})
 
 
 def timed(work: Iterable[Callable[[], Any]], steps: int, device: torch.device) -> dict[str, float]:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dflash.bench.shapes import H200_PEAK, SHAPES, Shape
-from dflash.bench.step import build, flops, timed
+from dflash.bench.shapes import SHAPES, Shape
+from dflash.bench.step import measured
 from dflash.report import plot
-from dflash.train.probe import choose_paths
 
 SIZES = {
     "anchors": [64, 128, 256, 512, 1024],
@@ -48,25 +45,14 @@ def bench(
             at = {"anchors": anchors, "tokens": tokens, "vocab_size": sizes.vocab_size} | {vary: value}
             key = (replace(sizes, vocab_size=at["vocab_size"]), at["tokens"], at["anchors"])
             if key not in known:
-                known[key] = _measured(*key, steps, device, dtype)
+                known[key] = measured(*key, steps, device, dtype)
+                if device.type == "cuda":
+                    torch.compiler.reset()  # each size is compiled anew, and the compiler gives up after eight
             points.append({"vary": vary, "value": value, **known[key]})
             tell(_row(points[-1]))
     out = {"shape": shape, "tokens": tokens, "anchors": anchors, "dtype": str(dtype).removeprefix("torch.")}
     device_name = {"device": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
     return {**out, **device_name, "points": points}
-
-
-def _measured(
-    sizes: Shape, tokens: int, anchors: int, steps: int, device: torch.device, dtype: torch.dtype
-) -> dict[str, float]:
-    trainer = build(sizes, tokens, anchors, device, dtype, 1)
-    work = flops(trainer, 4)
-    choose_paths(trainer)
-    own = timed((partial(trainer.one_step, n) for n in itertools.count(1)), steps, device)
-    if device.type == "cuda":
-        own["mfu"] = work / own["s_per_step"] / H200_PEAK
-        torch.compiler.reset()  # each size is compiled anew, and the compiler gives up after eight
-    return own | {"tflop": work / 1e12}
 
 
 def _row(point: dict[str, Any]) -> str:

@@ -23,7 +23,8 @@ from dflash.decode.walk import Answer, walk, walk_batch
 from dflash.score import anchor_rows, padded_tokens, score_blocks
 from dflash.target.features import SickFeatures, TargetFeatures
 from dflash.target.model import Target
-from dflash.train.build import frozen_target, new_drafter
+from dflash.train.build import new_drafter
+from dflash.train.capture import frozen_target
 
 SAMPLE_TOKENS = {"cpu": 2048, "cuda": 65_536}
 """Tokens of data that the target reads here: a few seconds of a small target on a CPU."""

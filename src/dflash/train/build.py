@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,12 +24,11 @@ from dflash.decode.drafters import find_drafter, load_drafter
 from dflash.decode.walk import Answer, load_or_generate
 from dflash.model import DFlashConfig, DFlashDraftModel
 from dflash.score import padded_tokens
-from dflash.target.compiled import choose_paths
 from dflash.target.features import TargetFeatures
 from dflash.target.load import load_target_config, load_tokenizer
-from dflash.target.model import Target, load_target
+from dflash.target.model import Target
 from dflash.target.store import FeatureStore
-from dflash.train.capture import feature_contract
+from dflash.train.capture import feature_contract, frozen_target
 from dflash.train.launch import RESUME_SECTIONS
 from dflash.train.log import MetricsLog, log
 from dflash.train.schedule import StepPlan, batch_key, digest
@@ -125,17 +124,6 @@ def prepare(config: Config) -> Prepared:
     dropped = f", {plan.dropped} batches of incomplete steps dropped" if plan.dropped else ""
     log.info(f"plan: {plan.total} steps of {c.train.grad_accumulation} batches over {c.train.epochs} epochs{dropped}")
     return Prepared(data, prompts, plan)
-
-
-def frozen_target(config: Config, devices: Sequence[str]) -> Target:
-    """The target of a run, its layers split over ``devices`` where there are several."""
-    t = config.target
-    target = load_target(
-        t.model, revision=t.revision, dtype=getattr(torch, t.dtype), device=devices,
-        context_layers=t.context_layers or (), label_layer=t.label_layer,
-    )  # fmt: skip
-    choose_paths(target, config.train.tokens_per_batch, config.data.max_length)
-    return target
 
 
 def answers_of(config: Config, run_dir: Path, prepared: Prepared, target: Target | RemoteTarget) -> list[Answer]:

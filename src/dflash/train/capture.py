@@ -1,4 +1,4 @@
-"""``dflash data capture``: the features that a config trains on, on disk, before and apart from any training."""
+"""A run's target and what its features depend on; ``dflash data capture``, which puts them on disk before training."""
 
 from __future__ import annotations
 
@@ -17,6 +17,17 @@ from dflash.target.load import load_target_config, load_tokenizer
 from dflash.target.model import Target, load_target
 from dflash.target.store import FeatureStore
 from dflash.train.log import log
+
+
+def frozen_target(config: Config, devices: Sequence[str]) -> Target:
+    """The target of a run, its layers split over ``devices`` where there are several."""
+    t = config.target
+    target = load_target(
+        t.model, revision=t.revision, dtype=getattr(torch, t.dtype), device=devices,
+        context_layers=t.context_layers or (), label_layer=t.label_layer,
+    )  # fmt: skip
+    choose_paths(target, config.train.tokens_per_batch, config.data.max_length)
+    return target
 
 
 def feature_contract(config: Config, data: TokenData, target: Target) -> dict[str, Any]:
@@ -59,11 +70,7 @@ def capture(path: Path, overrides: Sequence[str], out: Path) -> int:
         cache_dir=Path(c.data.cache_dir) if c.data.cache_dir else None,
     )  # fmt: skip
     log.info(summary(data.stats))
-    target = load_target(
-        c.target.model, revision=c.target.revision, dtype=getattr(torch, c.target.dtype), device=device,
-        context_layers=c.target.context_layers or (), label_layer=c.target.label_layer,
-    )  # fmt: skip
-    choose_paths(target, c.train.tokens_per_batch, c.data.max_length)
+    target = frozen_target(c, [device])
     store = FeatureStore(Path(c.data.features or out), data, feature_contract(c, data, target))
     store.capture(target, c.train.tokens_per_batch)
     log.info(f"features of {len(data):,} rows are in {store.folder}; train with data.features={store.folder}")

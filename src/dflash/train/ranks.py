@@ -30,6 +30,7 @@ from dflash.target.server import answer_questions, get_long, put_long, serve
 from dflash.target.stream import Item, Rows, Stream, Wire
 from dflash.train import build, schedule
 from dflash.train.build import Prepared
+from dflash.train.capture import frozen_target
 from dflash.train.log import MetricsLog, log
 from dflash.train.placement import Role, transport
 from dflash.train.trainer import Peers, Trainer
@@ -39,7 +40,7 @@ from dflash.train.worker import NODE, Orders
 def replica(config: Config, run_dir: Path, role: Role, everyone: Sequence[Role], orders: Orders) -> None:
     """Load the target, serve until the plan ends."""
     prepared = build.prepare(config)
-    target = build.frozen_target(config, role.devices)
+    target = frozen_target(config, role.devices)
     link = _link(config, role, everyone, orders)
     link.ready(describe(target))
     if role.index == 0:
