@@ -81,3 +81,22 @@ def test_loss_kernel_equals_the_plain_reading_of_logits(dtype, vocab):
     assert torch.equal(got[1], want[1])
     step = torch.finfo(dtype).eps  # of rounding to the logits' dtype; fp32 sums in another order
     assert torch.allclose(got[2].float(), want[2].float(), rtol=4 * step, atol=1e-6)
+
+
+def test_a_step_is_launched_without_waiting_for_the_device():
+    """Else the next step could not be given to it while it works on the last."""
+    from dflash.bench.shapes import SHAPES
+    from dflash.bench.step import build
+    from dflash.train.probe import choose_paths
+
+    device = torch.device("cuda")
+    t = build(SHAPES["smollm2"], 1024, 64, device, torch.bfloat16, 1)
+    choose_paths(t)
+    for step in (1, 2):
+        t.one_step(step)
+    torch.cuda._sleep(4_000_000_000)  # some two seconds of nothing, before the step's own work
+    launched = t.launch(3)
+    assert not torch.cuda.current_stream().query()
+    after = t.launch(4)
+    assert not torch.cuda.current_stream().query()
+    assert t.finish(launched)["step"] == 3 and t.finish(after)["step"] == 4

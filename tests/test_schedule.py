@@ -10,8 +10,7 @@ import torch
 
 from dflash.data.conversations import DataError
 from dflash.train.log import MetricsLog, drop_lines_after, read_lines
-from dflash.train.schedule import StepPlan, learning_rate, noise_seed, noise_std
-from dflash.train.trainer import add_noise
+from dflash.train.schedule import StepPlan, add_noise, learning_rate, noise_seed, noise_std
 
 
 class Epochs:

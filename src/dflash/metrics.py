@@ -55,7 +55,7 @@ def pooled_sums(
         "hits_at": hits[1].sum(dim=0),
         "blocks": blocks.valid_N.sum(),
         "path": path.sum(),
-        "eligible": torch.tensor(eligible, device=counted.device),
+        "eligible": torch.full((), eligible, device=counted.device),
     }
     for top, hit in hits.items():
         sums[f"hits{top}"] = hit.sum()
@@ -68,14 +68,29 @@ def add_sums(total: dict[str, Tensor], part: dict[str, Tensor]) -> dict[str, Ten
     return {key: total[key] + value for key, value in part.items()} if total else part
 
 
-def read(sums: dict[str, Tensor]) -> dict[str, Any]:
-    """Numbers and lists of what is still on the device, in one transfer: every other read would wait for it again."""
-    flat = torch.cat([value.double().flatten() for value in sums.values()]).tolist()
-    host: dict[str, Any] = {}
-    for key, value in sums.items():
-        host[key] = flat[: value.numel()] if value.ndim else flat[0]
-        flat = flat[value.numel() :]
-    return host
+class Told:
+    """Numbers of a step on their way to the host, in one transfer that :meth:`read` waits for.
+
+    Not for what the device was given afterwards: an event marks where they are done.
+    """
+
+    def __init__(self, sums: dict[str, Tensor]) -> None:
+        self._shapes = {key: (value.numel(), value.ndim) for key, value in sums.items()}
+        flat = torch.cat([value.double().flatten() for value in sums.values()])
+        self._flat, self._done = flat, torch.cuda.Event() if flat.is_cuda else None
+        if self._done:
+            self._flat = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat, non_blocking=True)
+            self._done.record()
+
+    def read(self) -> dict[str, Any]:
+        """A number for each scalar, a list for each tensor with dimensions."""
+        if self._done:
+            self._done.synchronize()
+        flat, host = self._flat.tolist(), dict[str, Any]()
+        for key, (count, dimensions) in self._shapes.items():
+            host[key] = flat[:count] if dimensions else flat[0]
+            flat = flat[count:]
+        return host
 
 
 def divide(host: dict[str, Any]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from dflash import fast
 from dflash.loss import frozen_head_loss
 from dflash.metrics import by_slot, ranks_by_slot
 from dflash.model import Blocks, DFlashDraftModel, attention_masks, make_blocks, slot_weights
-from dflash.target.features import TargetFeatures
+from dflash.target.features import TargetFeatures, on_device
 
 
 class Borrowed(Protocol):
@@ -36,7 +36,7 @@ def anchor_rows(rows: np.ndarray, budget: int, device: torch.device) -> Tensor:
     Compiled attention wants one shape; on a CPU nothing is compiled and padding would only be work.
     """
     fill = max(budget - len(rows), 0) if device.type == "cuda" else 0
-    return torch.from_numpy(np.concatenate([rows, np.full(fill, -1)]).astype(np.int64)).to(device)
+    return on_device(np.concatenate([rows, np.full(fill, -1)]).astype(np.int64), device)
 
 
 def padded_tokens(budget: int, device: torch.device) -> int | None:

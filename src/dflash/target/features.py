@@ -96,6 +96,12 @@ class TargetFeatures:
         )
 
 
+def on_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """A copy that the host does not wait for: one from pageable memory would wait for all the GPU has been given."""
+    host = torch.from_numpy(values)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
 def assemble(
     rows: Sequence[Any], masks: Sequence[Any], sample_ids: Sequence[int], context: Tensor, labels: Tensor
 ) -> TargetFeatures:
@@ -111,7 +117,7 @@ def assemble(
     def packed(parts: Sequence[Any], dtype: Any, fill: int) -> Tensor:
         whole = np.full(total, fill, dtype=dtype)
         whole[: bounds[-1]] = np.concatenate(parts)
-        return torch.from_numpy(whole).to(context.device, non_blocking=True)
+        return on_device(whole, context.device)
 
     return TargetFeatures(
         ids=packed(rows, np.int64, 0),

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 
 from dflash.target.compiled import CompiledParts
-from dflash.target.features import TargetFeatures
+from dflash.target.features import TargetFeatures, on_device
 from dflash.target.load import TargetError, load_module, load_target_config, load_tokenizer
 
 __all__ = ["Target", "TargetError", "load_target", "load_target_config", "load_tokenizer"]
@@ -278,7 +278,7 @@ class Target:
         return lengths
 
     def _on_device(self, values: Any, dtype: Any) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=dtype)).to(self.device, non_blocking=True)
+        return on_device(np.ascontiguousarray(values, dtype=dtype), self.device)
 
     # ---- answers -----------------------------------------------------------------------------------------------------
 

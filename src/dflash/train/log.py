@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +28,9 @@ TIMING_KEYS = frozenset({"tokens_per_s", "feature_wait_s", "replica_wait_s", "st
 
 
 class Clock:
-    """Seconds spent in ``with clock:`` blocks since the last :meth:`take`, on the device's own time line.
+    """Seconds spent in ``with clock:`` blocks since the last :meth:`stop`, on the device's own time line.
 
-    On a GPU the host only launches work, so the blocks are bracketed by events; ``take`` reads them and so waits for
-    them: call it where the step waits anyway.
+    On a GPU the host only launches work, so the blocks are bracketed by events, which are read later.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,15 +50,21 @@ class Clock:
     def __exit__(self, *exc: object) -> None:
         self._spans.append((self._start, self._now()))
 
-    def take(self) -> float:
+    def stop(self) -> Callable[[], float]:
+        """Begin anew; what is returned tells the seconds up to here, and on a GPU waits for the end of the last one."""
         spans, self._spans = self._spans, []
-        if self._cuda and spans:
-            spans[-1][1].synchronize()
-        return float(sum(a.elapsed_time(b) / 1e3 if self._cuda else b - a for a, b in spans))
+
+        def seconds() -> float:
+            if self._cuda and spans:
+                spans[-1][1].synchronize()
+            return float(sum(a.elapsed_time(b) / 1e3 if self._cuda else b - a for a, b in spans))
+
+        return seconds
 
 
 class MetricsLog:
-    """Appends JSON lines; each is with the operating system before the next step starts: ``kill -9`` loses none.
+    """Appends JSON lines; each is with the operating system as soon as its step is read: ``kill -9`` loses
+    none.
 
     Args:
         path: of the file.

@@ -32,8 +32,9 @@ from dflash.train import build, schedule
 from dflash.train.build import Prepared
 from dflash.train.capture import frozen_target
 from dflash.train.log import MetricsLog, log
+from dflash.train.peers import Peers
 from dflash.train.placement import Role, transport
-from dflash.train.trainer import Peers, Trainer
+from dflash.train.trainer import Trainer
 from dflash.train.worker import NODE, Orders
 
 

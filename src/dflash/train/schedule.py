@@ -1,4 +1,4 @@
-"""What a step number fixes: its batches, learning rate, noise, and the seeds of everything random.
+"""What a step number fixes: its batches, anchors, learning rate, noise, and the seeds of everything random.
 
 All of it is a pure function of (config, data), so a resumed run needs nothing but the step number.
 """
@@ -9,16 +9,24 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from dflash.bench.shapes import step_flops
+from dflash.data.batches import counted_slots, sample_anchors
 from dflash.data.conversations import DataError
+from dflash.score import anchor_rows
 from dflash.target.stream import Item
 
 if TYPE_CHECKING:
     from dflash.config import Config
     from dflash.data.batches import Batch, BatchPlan
+    from dflash.data.tokenize import TokenData
+    from dflash.model import DFlashConfig
 
 
 class StepPlan:
@@ -83,6 +91,52 @@ def noise_std(step: int, total: int, config: Config) -> float:
 def noise_seed(seed: int, epoch: int, batch: int) -> int:
     """Seed of a batch's noise, from its place in the plan alone; 0x6E015E keeps the stream apart from all others."""
     return int(np.random.SeedSequence([seed, 0x6E015E, epoch, batch]).generate_state(1, np.uint64)[0] >> 1)
+
+
+def add_noise(context_TF: Tensor, width: int, std: float, seed: int) -> Tensor:
+    """Gaussian noise of ``std`` times the RMS of each token's feature in each layer; ``std`` 0 returns the very tensor.
+
+    Only the drafter's ``fc`` reads the result: labels and the cached features stay clean. Own generator, so that noise
+    moves no other random stream.
+    """
+    if std == 0:
+        return context_TF
+    features_TLD = context_TF.unflatten(-1, (-1, width))
+    rms = features_TLD.float().square().mean(dim=-1, keepdim=True).sqrt()
+    generator = torch.Generator(context_TF.device).manual_seed(seed)
+    noise = torch.randn(features_TLD.shape, generator=generator, device=context_TF.device, dtype=torch.float32)
+    return (features_TLD + noise * rms * std).to(context_TF.dtype).flatten(-2)
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """Where the blocks of a batch start, and what the host knows of them without asking the device."""
+
+    rows_N: Tensor
+    """int64 [N] rows of the packed batch, -1 without an anchor."""
+    counted: int
+    """Slots of the blocks that count."""
+    eligible: int
+    """Positions of the batch that could start a block."""
+    flops: float
+    """Model FLOPs of the batch; 0 where the device's peak is not known."""
+
+
+def draw_anchors(
+    batch: Batch, data: TokenData, config: Config, drafter: DFlashConfig, device: torch.device, *, count_flops: bool
+) -> Anchors:
+    """A batch's anchors, in row order (neighbours share keys: fewer attention tiles)."""
+    rows, anchor_pos, counted = [], [], 0
+    starts = np.cumsum([0, *data.lengths[batch.samples]])
+    for start, sample, count in zip(starts, batch.samples.tolist(), batch.anchors.tolist(), strict=False):
+        _, mask = data.sample(sample)
+        own = sample_anchors(config.seed, batch.epoch, sample, mask, count)
+        rows.append(start + own)
+        anchor_pos.append(own)
+        counted += counted_slots(mask, own, drafter.block_size)
+    flops = step_flops(drafter, int(starts[-1]), np.concatenate(anchor_pos), counted) if count_flops else 0.0
+    rows_N = anchor_rows(np.concatenate(rows), config.train.anchors_per_batch, device)
+    return Anchors(rows_N, counted, int(data.eligible[batch.samples].sum()), flops)
 
 
 def items(

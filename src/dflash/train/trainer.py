@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
-from dflash.bench.shapes import step_flops
-from dflash.data.batches import Batch, counted_slots, sample_anchors
+from dflash.data.batches import Batch
 from dflash.decode.walk import Answer, walk
-from dflash.metrics import add_sums, divide, pooled_sums, read
+from dflash.metrics import Told, add_sums, divide, pooled_sums
 from dflash.model import DFlashDraftModel
 from dflash.model.blocks import Blocks
-from dflash.score import anchor_rows, score_blocks
+from dflash.score import score_blocks
 from dflash.target.features import SickFeatures, TargetFeatures
 from dflash.target.link import Interrupted, PeerLost
 from dflash.train import checkpoint
@@ -27,8 +25,19 @@ from dflash.train.adamw import AdamW
 from dflash.train.checkpoint import Checkpoints, Progress
 from dflash.train.log import Clock, MetricsLog, log
 from dflash.train.muon import Muon
+from dflash.train.peers import Peers
 from dflash.train.probe import choose_paths
-from dflash.train.schedule import StepPlan, batch_key, digest, learning_rate, noise_seed, noise_std
+from dflash.train.schedule import (
+    Anchors,
+    StepPlan,
+    add_noise,
+    batch_key,
+    digest,
+    draw_anchors,
+    learning_rate,
+    noise_seed,
+    noise_std,
+)
 from dflash.train.watch import ProgressLine, known_peak
 
 if TYPE_CHECKING:
@@ -36,8 +45,6 @@ if TYPE_CHECKING:
     from dflash.data.tokenize import TokenData
     from dflash.target.model import Target
     from dflash.target.remote import RemoteTarget
-    from dflash.target.stream import Stream
-
 
 EMPTY = "step {step}: every batch of it was sick, so there is nothing to train on"
 
@@ -46,59 +53,16 @@ class NonFiniteStep(RuntimeError):
     """Loss or gradient of a step is NaN or infinite; nothing of that step reached the weights."""
 
 
-def add_noise(context_TF: Tensor, width: int, std: float, seed: int) -> Tensor:
-    """Gaussian noise of ``std`` times the RMS of each token's feature in each layer; ``std`` 0 returns the very tensor.
-
-    Only the drafter's ``fc`` reads the result: labels and the cached features stay clean. Own generator, so that noise
-    moves no other random stream.
-    """
-    if std == 0:
-        return context_TF
-    features_TLD = context_TF.unflatten(-1, (-1, width))
-    rms = features_TLD.float().square().mean(dim=-1, keepdim=True).sqrt()
-    generator = torch.Generator(context_TF.device).manual_seed(seed)
-    noise = torch.randn(features_TLD.shape, generator=generator, device=context_TF.device, dtype=torch.float32)
-    return (features_TLD + noise * rms * std).to(context_TF.dtype).flatten(-2)
-
-
-@dataclass
-class Peers:
-    """The drafter ranks of a run and the stream that feeds this one."""
-
-    rank: int
-    size: int
-    group: Any
-    """Process group of the drafters; None when there is one."""
-    stream: Stream
-    eval_groups: list[list[int]]
-
-    def add(self, sums: dict[str, Tensor], gradients: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Sums and gradients over all drafters, in place for the gradients: one all-reduce each, none divided."""
-        if self.size == 1:
-            return sums
-        flat = torch.cat([value.double().flatten() for value in sums.values()])
-        try:
-            works = [dist.all_reduce(part, group=self.group, async_op=True) for part in (*gradients, flat)]
-            for work in works:
-                work.wait()
-        except RuntimeError as error:  # gloo and NCCL raise nothing more telling when a rank dies
-            raise PeerLost(f"another drafter was lost ({' '.join(str(error).split())[:200]})") from error
-        parts = flat.split([value.numel() for value in sums.values()])
-        return {key: part.view(value.shape) for (key, value), part in zip(sums.items(), parts, strict=True)}
-
-
 @dataclass(frozen=True)
-class Anchors:
-    """Where the blocks of a batch start, and what the host knows of them without asking the device."""
+class Launched:
+    """A step that the device has been given and the host has not read."""
 
-    rows_N: Tensor
-    """int64 [N] rows of the packed batch, -1 without an anchor."""
-    counted: int
-    """Slots of the blocks that count."""
-    eligible: int
-    """Positions of the batch that could start a block."""
+    step: int
+    told: Told
+    feature_wait: Callable[[], float]
+    """Seconds the features took, once ``told`` is read."""
     flops: float
-    """Model FLOPs of the batch; 0 where the device's peak is not known."""
+    started: float
 
 
 @dataclass
@@ -135,6 +99,9 @@ class Trainer:
             weight_decay=c.train.weight_decay,
         )
         self._ahead: dict[int, list[Anchors]] = {}
+        self._read_at = 0.0
+        # Skipping a sick batch means waiting for the verdict on it, so there is nothing to gain then.
+        self.run_ahead = self.device.type == "cuda" and not self.max_sick
         self.answers_digest = digest([asdict(answer) for answer in self.answers])
         self.progress = Progress(0, 0, 0, None, None, self.answers_digest, self.fingerprint)
         self.checkpoints = Checkpoints(self.run_dir / "checkpoints", c.checkpoint.keep_last, c.checkpoint.keep_best)
@@ -158,7 +125,7 @@ class Trainer:
             except SickFeatures as error:
                 skipped += 1
                 self.tolerate(step, error, self.skipped + skipped)
-                sick.append(torch.tensor(False, device=self.device))  # not trained on
+                sick.append(torch.zeros((), dtype=torch.bool, device=self.device))  # not trained on
                 continue
             seed = noise_seed(self.config.seed, batch.epoch, batch.index)
             context = add_noise(features.context, self.target.hidden_size, std, seed)
@@ -175,10 +142,10 @@ class Trainer:
             sums = self.nothing(step)
         gradients = [p.grad for p in self.drafter.parameters() if p.grad is not None]
         sums["ill"] = torch.stack(sick).sum().double()
-        sums["skipped"] = torch.tensor(float(skipped), dtype=torch.float64, device=self.device)
+        sums["skipped"] = torch.full((), skipped, dtype=torch.float64, device=self.device)
         if self.peers:
             for key, value in self.peers.stream.take().items():
-                sums[key] = torch.tensor(value, dtype=torch.float64, device=self.device)
+                sums[key] = torch.full((), value, dtype=torch.float64, device=self.device)
             sums = self.peers.add(sums, gradients)
         return sums, torch.nn.utils.get_total_norm(gradients) / sums["weight"].float(), sick
 
@@ -222,20 +189,9 @@ class Trainer:
         return self._ahead.pop(step, None) or [self.anchors(batch) for batch in self.own_batches(step)]
 
     def anchors(self, batch: Batch) -> Anchors:
-        """The batch's anchors, in row order (neighbours share keys: fewer attention tiles)."""
-        rows, anchor_pos, counted = [], [], 0
-        starts = np.cumsum([0, *self.data.lengths[batch.samples]])
-        for start, sample, count in zip(starts, batch.samples.tolist(), batch.anchors.tolist(), strict=False):
-            _, mask = self.data.sample(sample)
-            own = sample_anchors(self.config.seed, batch.epoch, sample, mask, count)
-            rows.append(start + own)
-            anchor_pos.append(own)
-            counted += counted_slots(mask, own, self.drafter.config.block_size)
-        flops = 0.0
-        if self.peak:
-            flops = step_flops(self.drafter.config, int(starts[-1]), np.concatenate(anchor_pos), counted)
-        rows_N = anchor_rows(np.concatenate(rows), self.config.train.anchors_per_batch, self.device)
-        return Anchors(rows_N, counted, int(self.data.eligible[batch.samples].sum()), flops)
+        return draw_anchors(
+            batch, self.data, self.config, self.drafter.config, self.device, count_flops=bool(self.peak)
+        )
 
     # ---- the run ---------------------------------------------------------------------------------------------------
 
@@ -270,10 +226,9 @@ class Trainer:
                     is_best = self.evaluate(metrics)
                     if is_best and self.config.checkpoint.keep_best:
                         self.save(metrics)
-                while self.progress.step < last and not interrupted():
-                    line = self.one_step(self.progress.step + 1)
+                for line, flops in self.steps(interrupted):
                     saved = self.after_step(line, metrics, saved)
-                    bar.update(line, self.flops)
+                    bar.update(line, flops)
             except Interrupted:
                 pass
             except PeerLost as error:
@@ -283,6 +238,36 @@ class Trainer:
             self.checkpoints.wait()
         if lost is not None:
             raise lost
+
+    def steps(self, interrupted: Callable[[], bool]) -> Iterator[tuple[dict[str, Any], float]]:
+        """Train step after step; yields each one's metrics line and model FLOPs.
+
+        On a GPU the next step is launched before the last one is read, so that the device never waits for the host; a
+        step after which something is done at rest (evaluation, checkpoint) is read first. Whatever ends this, the
+        steps yielded are those that the weights have seen, unless a step was refused, which ends the run.
+        """
+        unread: Launched | None = None
+        while True:
+            step = self.progress.step + (1 if unread is None else 2)
+            free = unread is None or (self.run_ahead and not self.rests_after(unread.step))
+            launched = None
+            try:
+                if free and step <= self.plan.total and not interrupted():
+                    launched = self.launch(step)
+            except (Interrupted, PeerLost, SickFeatures):
+                if unread is not None:
+                    yield self.finish(unread), unread.flops
+                raise
+            if unread is not None:
+                yield self.finish(unread), unread.flops
+            elif launched is None:
+                return
+            unread = launched
+
+    def rests_after(self, step: int) -> bool:
+        """Whether the weights are needed as the step left them."""
+        last, every = self.plan.total, (self.config.eval.every, self.config.checkpoint.every)
+        return step == last or any(step % each == 0 for each in every)
 
     @property
     def leads(self) -> bool:
@@ -327,16 +312,28 @@ class Trainer:
 
     def one_step(self, step: int) -> dict[str, Any]:
         """Train step ``step`` and return its metrics line."""
+        return self.finish(self.launch(step))
+
+    def launch(self, step: int) -> Launched:
+        """Give the device all work of a step, its update included, and wait for nothing."""
         started, self.flops = time.perf_counter(), 0.0
-        batches = self.plan.batches(step)
         sums, grad_norm, sick = self.train_step(step)
         refused = ~(torch.isfinite(grad_norm) & torch.isfinite(sums["loss"])) | (sums["ill"] > 0)
         self.update(step, sums["weight"], grad_norm, refused)
         # While the device is busy: the host's share of the next step, for which the device would stand still.
         if step < self.plan.total:
             self._ahead = {step + 1: [self.anchors(batch) for batch in self.own_batches(step + 1)]}
-        # The step's one wait for the device.
-        host = read(sums | {"grad_norm": grad_norm, "sick": torch.stack(sick)})
+        told = Told(sums | {"grad_norm": grad_norm, "sick": torch.stack(sick)})
+        return Launched(step, told, self.feature_clock.stop(), self.flops, started)
+
+    def finish(self, launched: Launched) -> dict[str, Any]:
+        """Wait for a launched step and return its metrics line.
+
+        Raises:
+            NonFiniteStep, SickFeatures: the step was refused; nothing of it reached the weights.
+        """
+        step, batches = launched.step, self.plan.batches(launched.step)
+        host = launched.told.read()
         norm, loss = host["grad_norm"], host["loss"]
         if host["ill"]:
             self.explain_sick(step, host["sick"])
@@ -364,10 +361,11 @@ class Trainer:
         line |= {key: host[key] for key in ("moved_bytes", "replica_wait_s") if key in host}
         if host["skipped"]:
             line["sick_batches"] = int(host["skipped"])
-        spent = time.perf_counter() - started
+        now = time.perf_counter()
+        spent, self._read_at = now - max(launched.started, self._read_at), now
         line |= {
             "tokens_per_s": tokens / spent,
-            "feature_wait_s": self.feature_clock.take(),
+            "feature_wait_s": launched.feature_wait(),
             "step_s": spent,
             "time": time.time(),
         }
