@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -45,6 +46,7 @@ def bench(
             at = {"anchors": anchors, "tokens": tokens, "vocab_size": sizes.vocab_size} | {vary: value}
             key = (replace(sizes, vocab_size=at["vocab_size"]), at["tokens"], at["anchors"])
             if key not in known:
+                gc.collect()  # the last size's trainer is a cycle, and would count in this one's memory
                 known[key] = measured(*key, steps, device, dtype)
                 if device.type == "cuda":
                     torch.compiler.reset()  # each size is compiled anew, and the compiler gives up after eight
@@ -81,6 +83,7 @@ def save(result: dict[str, Any], out: Path) -> None:
 
     drawn = Figure(figsize=(12, 3.6), layout="constrained")
     drawn.suptitle(heading(result), fontsize=9)
+    top = 1.05 * max(point["s_per_step"] for point in result["points"])
     for axes, vary in zip(drawn.subplots(1, len(SIZES), sharey=True), SIZES, strict=True):
         points = [point for point in result["points"] if point["vary"] == vary]
         axes.plot([p["value"] for p in points], [p["s_per_step"] for p in points], marker="o", color="tab:blue")
@@ -88,7 +91,7 @@ def save(result: dict[str, Any], out: Path) -> None:
             if "mfu" in point:
                 at = (point["value"], point["s_per_step"])
                 axes.annotate(f"{point['mfu']:.0%}", at, (4, -10), textcoords="offset points", fontsize=7)
-        axes.set(xlabel=LABELS[vary], xlim=(0, None), ylim=(0, None))
+        axes.set(xlabel=LABELS[vary], xlim=(0, None), ylim=(0, top))
         axes.grid(alpha=0.3)
     drawn.axes[0].set_ylabel("seconds a step (MFU beside)")
     drawn.savefig(out, dpi=120)
