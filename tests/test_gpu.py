@@ -95,8 +95,10 @@ def test_a_step_is_launched_without_waiting_for_the_device():
     for step in (1, 2):
         t.one_step(step)
     torch.cuda._sleep(4_000_000_000)  # some two seconds of nothing, before the step's own work
-    launched = t.launch(3)
-    assert not torch.cuda.current_stream().query()
-    after = t.launch(4)
+    torch.cuda.set_sync_debug_mode("error")  # raises at most of what would wait
+    try:
+        launched, after = t.launch(3), t.launch(4)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     assert not torch.cuda.current_stream().query()
     assert t.finish(launched)["step"] == 3 and t.finish(after)["step"] == 4
