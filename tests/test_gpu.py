@@ -4,8 +4,11 @@ import pytest
 import torch
 from test_drafter import MASK, K, make
 
+from dflash.bench.shapes import SHAPES
+from dflash.bench.step import build
 from dflash.loss import frozen_head_loss, read_logits
 from dflash.model import attention_masks, make_blocks
+from dflash.train.probe import choose_paths
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -85,10 +88,6 @@ def test_loss_kernel_equals_the_plain_reading_of_logits(dtype, vocab):
 
 def test_a_step_is_launched_without_waiting_for_the_device():
     """Else the next step could not be given to it while it works on the last."""
-    from dflash.bench.shapes import SHAPES
-    from dflash.bench.step import build
-    from dflash.train.probe import choose_paths
-
     device = torch.device("cuda")
     t = build(SHAPES["smollm2"], 1024, 64, device, torch.bfloat16, 1)
     choose_paths(t)

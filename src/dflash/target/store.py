@@ -31,7 +31,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from dflash.target.features import TargetFeatures
+from dflash.target.features import TargetFeatures, assemble
 
 if TYPE_CHECKING:
     from dflash.data.tokenize import TokenData
@@ -184,27 +184,18 @@ class FeatureStore:
     def features(self, samples: Sequence[int], pad_to: int | None, device: torch.device) -> TargetFeatures:
         """The batch that :meth:`Target.capture` would have given for these samples."""
         rows, masks = zip(*(self.data.sample(int(i)) for i in samples), strict=True)
-        bounds = np.cumsum([0, *(len(row) for row in rows)]).tolist()
         context, labels = zip(*(self._read(int(i)) for i in samples), strict=True)
-        size = max(pad_to or 0, bounds[-1])
+        used = sum(len(row) for row in rows)
+        size = max(pad_to or 0, used)
 
         def packed(parts: Sequence[torch.Tensor], fill: int) -> torch.Tensor:
             # Pinned for a GPU: it fetches a batch of 47 MB in 1 ms from there, in 6 from elsewhere.
             whole = torch.empty(size, *parts[0].shape[1:], dtype=parts[0].dtype, pin_memory=device.type == "cuda")
-            torch.cat(list(parts), out=whole[: bounds[-1]])
-            whole[bounds[-1] :] = fill
+            torch.cat(list(parts), out=whole[:used])
+            whole[used:] = fill
             return whole.to(device, non_blocking=True)
 
-        return TargetFeatures(
-            ids=packed([torch.from_numpy(row.astype(np.int64)) for row in rows], 0),
-            context=packed(context, 0),
-            labels=packed(labels, -1),
-            loss_mask=packed([torch.from_numpy(mask.astype(bool)) for mask in masks], 0),
-            seq=packed([torch.full((len(row),), b, dtype=torch.int32) for b, row in enumerate(rows)], -1),
-            pos=packed([torch.arange(len(row)) for row in rows], 0),
-            bounds=bounds,
-            sample_ids=[int(i) for i in samples],
-        )
+        return assemble(rows, masks, samples, packed(context, 0), packed(labels, -1))
 
     def _read(self, sample: int) -> tuple[torch.Tensor, torch.Tensor]:
         shard = int(self.shard_of[sample])

@@ -63,8 +63,7 @@ class Clock:
 
 
 class MetricsLog:
-    """Appends JSON lines; each is with the operating system as soon as its step is read: ``kill -9`` loses
-    none.
+    """Appends JSON lines; each is with the operating system once its step is read: ``kill -9`` loses none.
 
     Args:
         path: of the file.
