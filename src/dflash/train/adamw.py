@@ -44,7 +44,8 @@ class AdamW(torch.optim.AdamW):
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
             states = [self._state_of(p) for p in trained]
-            torch._foreach_add_([state["step"] for state in states], taken)
+            for state in states:
+                state["step"].add_(taken)  # one _foreach_add_ with a tensor would read it on the host
             beta1, beta2 = group["betas"]
             count = states[0]["step"].double()
             scalars = torch.stack(

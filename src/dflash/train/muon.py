@@ -47,7 +47,8 @@ class Muon(torch.optim.Optimizer):
     """Muon for matrices and AdamW for vectors, told on the device what to divide by and whether to step at all.
 
     Args:
-        parameters, lr, betas, weight_decay: as for :class:`dflash.train.adamw.AdamW`; ``betas`` are the vectors'.
+        parameters, lr, betas: as for :class:`dflash.train.adamw.AdamW`; ``betas`` are the vectors'.
+        weight_decay: of the matrices, whose size nothing else bounds; vectors (the norms' weights) have none.
     """
 
     def __init__(
@@ -55,9 +56,7 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         super().__init__(list(parameters), {"lr": lr, "weight_decay": weight_decay})
         (group,) = self.param_groups
-        self._vectors = AdamW(
-            [p for p in group["params"] if p.ndim != 2], lr=lr, betas=betas, weight_decay=weight_decay
-        )
+        self._vectors = AdamW([p for p in group["params"] if p.ndim != 2], lr=lr, betas=betas, weight_decay=0.0)
         self._vectors.state = self.state  # one state, so that a checkpoint sees one optimizer
 
     def moments(self, parameter: nn.Parameter) -> tuple[str, ...]:
@@ -71,7 +70,7 @@ class Muon(torch.optim.Optimizer):
         for vectors in self._vectors.param_groups:
             vectors["lr"] = group["lr"]
         self._vectors.apply(divisor, refused)
-        decay = torch.where(refused, 1.0, 1.0 - group["lr"] * group["weight_decay"])
+        decay = 1.0 - group["lr"] * group["weight_decay"]
         for stack in self._stacks():
             gradient = torch.stack([p.grad for p in stack if p.grad is not None]) / divisor.float()
             means = [self._mean_of(p) for p in stack]
@@ -80,10 +79,11 @@ class Muon(torch.optim.Optimizer):
             update = orthogonalised(gradient.lerp(moved, MOMENTUM))  # Nesterov's look ahead
             size = group["lr"] * LIKE_ADAMW * max(stack[0].shape) ** 0.5
             # Chosen, not multiplied by zero: what is refused may not be finite.
-            weights: list[Tensor] = list(stack)
+            weight = torch.stack(list[Tensor](stack))
             torch._foreach_copy_(means, list(torch.where(refused, mean, moved).unbind()))
-            torch._foreach_mul_(weights, decay)
-            torch._foreach_sub_(weights, list(torch.where(refused, 0.0, update * size).unbind()))
+            torch._foreach_copy_(
+                list[Tensor](stack), list(torch.where(refused, weight, weight * decay - update * size).unbind())
+            )
 
     def _stacks(self) -> list[list[nn.Parameter]]:
         """Trained matrices of one shape, as many together as :data:`STACK` allows."""
