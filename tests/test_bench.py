@@ -1,6 +1,7 @@
 """The figures that benchmarks divide by: FLOPs against torch's own counter, visible pairs against the dense mask."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -126,13 +127,18 @@ def test_pipeline_bench_measures_both_ways_of_bringing_the_sides_together(tmp_pa
 
 
 def test_sweep_measures_every_size_and_draws_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sweep, "SIZES", {"anchors": [2, 4, 8], "tokens": [64, 128], "vocab_size": [512, 1024]})
+    small = {"anchors": [2, 4, 8], "tokens": [64, 128], "vocab_size": [512, 1024]}
+    monkeypatch.setattr(sweep, "SIZES", {vary: [16 * n for n in values] for vary, values in small.items()})
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     plot, out = tmp_path / "cost.svg", tmp_path / "cost.json"
     line = ["bench", "sweep", "--shape", "tiny", "--tokens", "64", "--anchors", "4", "--repeats", "1"]
     assert cli.main([*line, "--device", "cpu", "--plot", str(plot), "--json", str(out)]) == 0
     points = json.loads(out.read_text())["points"]
     work = {(p["vary"], p["value"]): p["tflop"] for p in points}
-    assert list(work) == [(v, n) for v, values in sweep.SIZES.items() for n in values]
+    sizes = small | {"drafters": [1, 2]}
+    assert list(work) == [(v, n) for v, values in sizes.items() for n in values]
+    assert work["drafters", 1] == work["anchors", 4]
+    assert 1.9 < work["drafters", 2] / work["drafters", 1] < 2.1  # a batch each, with other anchors
     assert work["anchors", 4] == work["tokens", 64] == work["vocab_size", 512]  # the point they share, measured once
     assert len({p["s_per_step"] for p in points if (p["vary"], p["value"]) in {("anchors", 4), ("tokens", 64)}}) == 1
     # Twice the anchors: twice the slots' work, the context's stays.

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from tiny import tiny_llama, tiny_qwen35
 
 from dflash.data.batches import Batch, sample_anchors
+from dflash.decode.walk import Answer
 from dflash.model import DFlashConfig, DFlashDraftModel
 from dflash.target.features import SickFeatures
 from dflash.target.model import Target
@@ -37,6 +38,17 @@ class Rows:
 def rows(lengths, seed=0, vocab=100):
     g = np.random.default_rng(seed)
     return Rows([(g.integers(10, vocab, p + a), [0] * p + [1] * a) for p, a in lengths])
+
+
+def followed(data, module, share=0.8, seed=0):
+    """The same rows, whose supervised tokens are the module's own choice ``share`` of the time."""
+    g = np.random.default_rng(seed)
+    for ids, mask in data.rows:
+        for at in np.flatnonzero(mask):
+            if at and g.random() < share:
+                with torch.no_grad():
+                    ids[at] = int(module(torch.from_numpy(ids[:at].astype(np.int64))[None]).logits[0, -1].argmax())
+    return data
 
 
 def batch(index, samples, anchors, epoch=0):
@@ -113,12 +125,12 @@ def test_loss_and_gradient_do_not_depend_on_how_the_step_is_cut(tmp_path, kinds)
 @pytest.mark.parametrize("make", [tiny_llama, tiny_qwen35])
 def test_loss_of_a_step_equals_the_written_out_sum(tmp_path, make):
     """Every block by itself, labels by a plain forward of the target, all logits at once, weights by formula."""
-    data, counts = rows(UNEQUAL[2:], seed=3), [7, 4]
-    module = make(0)
+    module, counts = make(0), [7, 4]
+    data = followed(rows(UNEQUAL[2:], seed=3), module)
     t = trainer(tmp_path, data, [[batch(5, [0, 1], counts, epoch=2)]], target=module)
     sums, norm, _ = t.train_step(1)
 
-    total, weights = torch.zeros(()), 0.0
+    total, weights, ends = torch.zeros(()), 0.0, []
     fresh = copy.deepcopy(t.drafter).requires_grad_(True)
     fresh.zero_grad()
     for s, count in ((0, counts[0]), (1, counts[1])):
@@ -136,16 +148,20 @@ def test_loss_of_a_step_equals_the_written_out_sum(tmp_path, make):
                 position_ids=torch.arange(a + K)[None],
             ).last_hidden_state[0]
             logits = module.get_output_embeddings()(hidden)
-            terms = [
-                F.cross_entropy(logits[k], labels[a + k - 1])
-                for k in range(1, K)
-                if a + k < len(ids) and mask[a : a + k + 1].all()
-            ]
+            terms = []
+            for k in range(1, K):
+                if a + k == len(ids) or not mask[a : a + k + 1].all():
+                    break
+                terms.append(F.cross_entropy(logits[k], labels[a + k - 1]))
+                if labels[a + k - 1] != ids[a + k]:  # from here on the labels answer another prefix
+                    break
+            ends.append(len(terms))
             sure = [0.5 * float(torch.exp(-term)) + 0.5 for term in terms]
             for j, term in enumerate(terms):
                 w = sum(float(np.prod(sure[: m + 1])) for m in range(j, len(terms)))
                 total = total + w * term
                 weights += w
+    assert set(ends) == set(range(1, K))  # blocks that leave the path early, late, and not at all
     loss = total / weights
     loss.backward()
     assert float(sums["loss"] / sums["weight"]) == pytest.approx(loss.item(), rel=1e-5)
@@ -324,3 +340,31 @@ def test_cliping_uses_the_norm_of_the_divided_gradient(tmp_path):
     torch.nn.utils.clip_grads_with_norm_(t.drafter.parameters(), t.config.train.max_grad_norm, norm)
     for a, b in zip(raw, gradients(t), strict=True):
         assert torch.allclose(a / 4, b, rtol=1e-4)
+
+
+def test_dropout_is_the_batchs_own_and_leaves_evaluation_alone(tmp_path):
+    """Derived from the plan as all else: a resumed run and another rank leave out the same."""
+    data = rows(UNEQUAL)
+    steps = [[batch(0, [0, 1], [2, 9])], [batch(1, [0, 1], [2, 9])]]
+    t = trainer(tmp_path, data, steps)
+
+    def gradient(step, dropout):
+        for layer in t.drafter.layers:
+            layer.dropout = dropout
+        t.drafter.zero_grad()
+        t.train_step(step)
+        return torch.cat([g.flatten() for g in gradients(t)])
+
+    first = gradient(1, 0.3)
+    torch.manual_seed(99)
+    assert torch.equal(first, gradient(1, 0.3))
+    assert not torch.allclose(first, gradient(1, 0.0)) and not torch.allclose(first, gradient(2, 0.3))
+    assert torch.equal(gradient(1, 0.0), gradient(2, 0.0))  # the same samples and anchors, so nothing else differs
+
+    t.answers = [Answer("p:1", [5, 9, 12], [int(i) for i in data.sample(1)[0][:40]])]
+    lines = []
+    for dropout in (0.0, 0.9):
+        gradient(1, dropout)
+        t.evaluate(SimpleNamespace(write=lines.append))
+        assert t.drafter.training
+    assert lines[0]["accepted_length"] == lines[1]["accepted_length"]

@@ -266,8 +266,8 @@ def command_line() -> argparse.ArgumentParser:
     )
     sub.add_argument(
         "part", choices=["step", "sweep", "capture", "pipeline"],
-        help="step: one optimizer step of the drafter as training runs it; sweep: that step as anchors, context and "
-        "vocabulary grow; capture: features and labels of the target; pipeline: target and "
+        help="step: one optimizer step of the drafter as training runs it; sweep: that step as anchors, context, "
+        "vocabulary and drafter ranks grow; capture: features and labels of the target; pipeline: target and "
         "drafter in turns on one device, and the stream between two processes",
     )  # fmt: skip
     sub.add_argument("--shape", choices=["qwen27b", "smollm2", "tiny"], default="qwen27b", help="default: %(default)s")

@@ -131,7 +131,10 @@ class TrainConfig:
     betas: Annotated[list[Share], Bounds(least=2, below=3)] = field(default_factory=lambda: [0.9, 0.95])
     """AdamW. A shorter second moment than 0.999 follows the fast early phase."""
     weight_decay: NotNegative = 0.0
-    """None: every run here is shorter than what decay would need to matter."""
+    """Share of a weight lost each step, times the learning rate; with Muon of matrices only. For few data passed many
+    times (docs/recipe.md), where Muon wants 1 to 3."""
+    dropout: Share = 0.0
+    """Share of what attention and MLP of a drafter layer add that a step leaves out. For few data passed many times."""
     max_grad_norm: Positive = 1.0
     """Clip of the global gradient norm, as in the paper."""
     grad_accumulation: Count = 4

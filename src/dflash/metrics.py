@@ -2,14 +2,16 @@
 
 Definitions, all over valid blocks and counted slots only:
 
-* ``loss``: cross-entropy in nats, a mean over counted slots with the weights of :func:`dflash.model.slot_weights`. They
-  move with the drafter towards later, harder slots, so it falls less than the cross-entropy of any one slot does.
+* ``loss``: cross-entropy in nats, a mean over slots on the target's own path with the weights of
+  :func:`dflash.model.slot_weights`. They move with the drafter towards later, harder slots, so it falls less than the
+  cross-entropy of any one slot does.
 * ``accuracy``, ``top4_acc``, ``top8_acc``: share of counted slots whose label is the drafter's first choice, among its
   first 4, first 8. ``acc_pos{k}`` the same for slot k alone, k = 1 .. K-1.
 * ``avg_streak``: mean over blocks of the leading run of first choices that are right. ``ddtree_streak4/8``: the same
   with "among the first 4/8", an upper bound for any draft tree with that many candidates per depth.
 * ``streak_limit``: mean over blocks of the last slot a streak could have reached. Streaks end where the data leave the
-  target's own path (:attr:`dflash.model.blocks.Blocks.on_path_NJ`) or the supervised span; loss and accuracies do not.
+  target's own path (:attr:`dflash.model.blocks.Blocks.on_path_NJ`) or the supervised span, and so does the loss;
+  accuracies go on.
 
 Means of per-slot accuracies multiplied together are no streak: misses within a block are correlated.
 """

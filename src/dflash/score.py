@@ -53,7 +53,7 @@ class Scored:
     weight_NJ: Tensor
     """fp32 [N, K-1]: :func:`dflash.model.slot_weights`."""
     weighted_sum: Tensor
-    """fp32 scalar, ``sum(weight * ce)`` over counted slots; differentiable."""
+    """fp32 scalar, ``sum(weight * ce)``; differentiable."""
 
 
 def draft_blocks(
@@ -116,6 +116,6 @@ def score_blocks(
         slots_NJD.flatten(0, 1).index_select(0, at_M), borrowed.head_weight, blocks.labels_NJ.flatten()[at_M],
         borrowed.head_bias,
     )  # fmt: skip
-    weight_NJ = slot_weights(by_slot(ce_M.detach(), counted_NJ, 0.0), counted_NJ)
+    weight_NJ = slot_weights(by_slot(ce_M.detach(), counted_NJ, 0.0), blocks.on_path_NJ)
     weighted = (weight_NJ.flatten()[at_M] * ce_M).sum()
     return Scored(blocks, ranks_by_slot(rank_M, counted_NJ), weight_NJ, weighted)

@@ -1,4 +1,4 @@
-"""What a drafter step costs as one of its sizes grows: anchors, context and vocabulary, the others at rest."""
+"""What a drafter step costs as one of its sizes grows: anchors, context, vocabulary or ranks, the others at rest."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dflash.bench import ranks
 from dflash.bench.shapes import SHAPES, Shape
 from dflash.bench.step import measured
 from dflash.report import plot
@@ -19,7 +20,14 @@ SIZES = {
     "tokens": [1024, 2048, 4096, 8192, 16_384],
     "vocab_size": [32_768, 65_536, 131_072, 248_320],
 }
-LABELS = {"anchors": "anchors", "tokens": "tokens of context", "vocab_size": "vocabulary"}
+TINY = 16
+"""By which the tiny shape's sizes are divided: a CPU should be done with them in a minute."""
+LABELS = {
+    "anchors": "anchors",
+    "tokens": "tokens of context",
+    "vocab_size": "vocabulary",
+    "drafters": "drafter ranks, a batch each",
+}
 
 
 def bench(
@@ -32,7 +40,8 @@ def bench(
     dtype: torch.dtype,
     tell: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Seconds of an optimizer step at every size of :data:`SIZES`, one document a step.
+    """Seconds of an optimizer step at every size of :data:`SIZES`, one document a step, and on 1, 2, 4 and 8 ranks,
+    one document each, where the machine has as many devices.
 
     Args:
         tokens, anchors: where they are not what varies.
@@ -42,7 +51,7 @@ def bench(
     known: dict[tuple[Shape, int, int], dict[str, float]] = {}
     points = []
     for vary, values in SIZES.items():
-        for value in values:
+        for value in (v // TINY for v in values) if shape == "tiny" else values:
             at = {"anchors": anchors, "tokens": tokens, "vocab_size": sizes.vocab_size} | {vary: value}
             key = (replace(sizes, vocab_size=at["vocab_size"]), at["tokens"], at["anchors"])
             if key not in known:
@@ -52,6 +61,11 @@ def bench(
                     torch.compiler.reset()  # each size is compiled anew, and the compiler gives up after eight
             points.append({"vary": vary, "value": value, **known[key]})
             tell(_row(points[-1]))
+    gc.collect()
+    for drafters in ranks.counts(device):
+        own = ranks.measured(sizes, tokens, anchors, steps, device, dtype, ranks=drafters)
+        points.append({"vary": "drafters", "value": drafters, **own})
+        tell(_row(points[-1]))
     out = {"shape": shape, "tokens": tokens, "anchors": anchors, "dtype": str(dtype).removeprefix("torch.")}
     device_name = {"device": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
     return {**out, **device_name, "points": points}
@@ -61,7 +75,7 @@ def _row(point: dict[str, Any]) -> str:
     share = f", MFU {point['mfu']:.0%}" if "mfu" in point else ""
     memory = f", {point['peak_gib']:.1f} GiB" if "peak_gib" in point else ""
     name, seconds = LABELS[point["vary"]], point["s_per_step"]
-    return f"  {name:17} {point['value']:>9,}  {seconds:.4f} s a step, {point['tflop']:.1f} TFLOP{share}{memory}"
+    return f"  {name:27} {point['value']:>9,}  {seconds:.4f} s a step, {point['tflop']:.3g} TFLOP{share}{memory}"
 
 
 def heading(result: dict[str, Any]) -> str:
@@ -84,8 +98,9 @@ def save(result: dict[str, Any], out: Path) -> None:
     drawn = Figure(figsize=(12, 3.6), layout="constrained")
     drawn.suptitle(heading(result), fontsize=9)
     top = 1.05 * max(point["s_per_step"] for point in result["points"])
-    for axes, vary in zip(drawn.subplots(1, len(SIZES), sharey=True), SIZES, strict=True):
-        points = [point for point in result["points"] if point["vary"] == vary]
+    panels = {vary: [p for p in result["points"] if p["vary"] == vary] for vary in LABELS}
+    panels = {vary: points for vary, points in panels.items() if len(points) > 1}  # one device has no second rank
+    for axes, (vary, points) in zip(drawn.subplots(1, len(panels), sharey=True), panels.items(), strict=True):
         axes.plot([p["value"] for p in points], [p["s_per_step"] for p in points], marker="o", color="tab:blue")
         for point in points:
             if "mfu" in point:

@@ -18,24 +18,24 @@ SMOOTHING = 0.5
 """Of the drafter's own confidence in D-PACE weights: 0 trusts it, 1 gives every block the same weights."""
 
 
-def slot_weights(ce_NJ: Tensor, counted_NJ: Tensor) -> Tensor:
+def slot_weights(ce_NJ: Tensor, on_path_NJ: Tensor) -> Tensor:
     """D-PACE weights of a block's slots: how much of its expected accepted length goes through each of them.
 
     With ``q_i = exp(-ce_i)``, the drafter's probability of slot i's label, and ``s_i = (1 - a) q_i + a``:
     ``w_j = sum over m >= j of the product of s_1 .. s_m``. A slot is worth what can still be accepted behind it,
-    and the more so the surer those before it are; a fixed decay over the block says neither. Slots that do not count
-    have the factor 1 and the weight 0.
+    and the more so the surer those before it are; a fixed decay over the block says neither. Slots off the target's own
+    path weigh nothing: their labels answer a prefix that the drafter cannot know of, and are learnt by heart if at all.
 
     Args:
-        ce_NJ: fp32 [N, K-1] cross-entropy in nats; what stands at slots that do not count is not read.
-        counted_NJ: bool [N, K-1].
+        ce_NJ: fp32 [N, K-1] cross-entropy in nats; what stands off the path is not read.
+        on_path_NJ: bool [N, K-1]: :attr:`Blocks.on_path_NJ`, the first slots of each block.
 
     Returns:
         fp32 [N, K-1], without gradient.
     """
     sure_NJ = (1.0 - SMOOTHING) * torch.exp(-ce_NJ.detach()) + SMOOTHING
-    reached_NJ = torch.where(counted_NJ, sure_NJ, 1.0).cumprod(dim=1) * counted_NJ
-    return reached_NJ.flip(1).cumsum(dim=1).flip(1) * counted_NJ
+    reached_NJ = torch.where(on_path_NJ, sure_NJ, 1.0).cumprod(dim=1) * on_path_NJ
+    return reached_NJ.flip(1).cumsum(dim=1).flip(1) * on_path_NJ
 
 
 @dataclass

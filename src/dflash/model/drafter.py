@@ -145,12 +145,15 @@ class DFlashDecoderLayer(nn.Module):
         self.mlp = DFlashMLP(config)
         self.input_layernorm = DFlashRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = DFlashRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.dropout = 0.0
+        """Of what attention and MLP add, in training; set by who trains, and no part of the published config."""
 
     def forward(
         self, x: Tensor, context: Tensor, rope: tuple[Tensor, Tensor], mask: Mask, padding: Tensor | None, cache: Any
     ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), context, rope, mask, padding, cache)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        attended = self.self_attn(self.input_layernorm(x), context, rope, mask, padding, cache)
+        x = x + F.dropout(attended, self.dropout, self.training)
+        return x + F.dropout(self.mlp(self.post_attention_layernorm(x)), self.dropout, self.training)
 
 
 class DFlashDraftModel(PreTrainedModel):

@@ -224,6 +224,8 @@ def new_drafter(config: Config, target_config: Any) -> DFlashDraftModel:
     )
     torch.manual_seed(config.seed)
     fresh = DFlashDraftModel(shape).float().train()
+    for layer in fresh.layers:
+        layer.dropout = config.train.dropout
     if given is None:
         return fresh
     odd = [key for key in CONTRACT if getattr(given.config, key) != getattr(shape, key)]

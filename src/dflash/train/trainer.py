@@ -113,7 +113,7 @@ class Trainer:
 
         Returns the pooled sums, the gradient norm after division by the step's weight sum, and which batches were sick.
         Gradients of the unnormalised loss accumulate in fp32 and :meth:`update` divides them once, so how the step is
-        cut into batches (and, with several ranks, who computes which) changes nothing but rounding.
+        cut into batches changes nothing but rounding and what dropout leaves out, and who computes which not even that.
         """
         sums: dict[str, Tensor] = {}
         sick, skipped = [], 0
@@ -129,6 +129,7 @@ class Trainer:
                 continue
             seed = noise_seed(self.config.seed, batch.epoch, batch.index)
             context = add_noise(features.context, self.target.hidden_size, std, seed)
+            torch.manual_seed(seed + 1)  # dropout's, which takes no generator; not the noise's seed again
             with self.autocast:
                 scored = score_blocks(
                     self.drafter, self.target, features, context, anchors.rows_N, counted=anchors.counted
@@ -218,8 +219,7 @@ class Trainer:
             stays. PeerLost: another process is gone, and the last finished step is saved.
         """
         choose_paths(self)
-        last, lost = self.plan.total, None
-        saved = self.progress.step
+        last, lost, saved = self.plan.total, None, self.progress.step
         with self.checkpoints, ProgressLine(self.progress.step, last, self.peak) as bar:
             try:
                 if self.progress.step == 0 or self.progress.owes_eval:
@@ -381,10 +381,12 @@ class Trainer:
         if self.peers:
             keys = [f"e{self.progress.step}.{part}" for part in range(len(self.peers.eval_groups))]
             cast("RemoteTarget", self.target).evaluate_from(self.peers.stream, keys)
+        self.drafter.eval()
         with self.autocast:
             result = walk(
                 self.drafter, cast("Target", self.target), self.answers, train.tokens_per_batch, train.anchors_per_batch
             ).summary()
+        self.drafter.train()
         self.progress.owes_eval = False
         step, value = self.progress.step, result["accepted_length"]
         metrics.write(
