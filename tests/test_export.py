@@ -326,9 +326,9 @@ def test_a_drafter_with_biases_is_no_start(tmp_path):
         new_drafter(shape, known)
 
 
-def test_a_drafter_to_start_from_keeps_its_own_epsilon(tmp_path):
-    """The config has no key for it, and the target has another."""
-    path = write_run(tmp_path)
+def test_a_drafter_to_start_from_keeps_its_own_epsilon_and_takes_the_runs_dropout(tmp_path):
+    """The config has no key for the one, and the target has another; the drafter has none for the other."""
+    path = write_run(tmp_path, train__dropout=0.25)
     known = load_target_config(str(tmp_path / "target"))
     shape = resolve(load_config(path), known)
     start = new_drafter(shape, known)
@@ -339,6 +339,7 @@ def test_a_drafter_to_start_from_keeps_its_own_epsilon(tmp_path):
     given = load_drafter(find_drafter(str(tmp_path / "other")), torch.float32, CPU)
     further = new_drafter(shape, known)
     assert further.training and further.config.rms_norm_eps == 1e-3
+    assert all(layer.dropout == 0.25 for layer in (*start.layers, *further.layers))
     small_D = torch.randn(known.hidden_size) * 0.01
     for name, norm in further.named_modules():
         if name.endswith("norm"):

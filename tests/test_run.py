@@ -149,9 +149,15 @@ def test_kill_and_resume_equals_a_run_never_killed(finished, tmp_path):
 
 
 @pytest.mark.slow
-def test_kill_and_resume_with_muon_and_features_read_ahead(tmp_path):
+def test_kill_and_resume_with_muon_dropout_and_features_read_ahead(tmp_path):
     """In the middle of an epoch. Moments of AdamW are no help to Muon: a config changed by hand is refused."""
-    over = {"train__optimizer": "muon", "data__features": str(tmp_path / "features")}
+    over = {
+        "data__features": str(tmp_path / "features"),
+        "train": {
+            "epochs": 2, "grad_accumulation": 2, "tokens_per_batch": 128, "anchors_per_batch": 24,
+            "optimizer": "muon", "weight_decay": 1.0, "dropout": 0.2,
+        },
+    }  # fmt: skip
     finish(dflash("train", write_run(tmp_path / "a", **over)))
     data = [f"data.{key}=[{tmp_path / 'a' / key}.jsonl]" for key in ("train", "eval")]
     process = dflash("train", tmp_path / "a" / "config.yaml", f"run_dir={tmp_path / 'run'}", *data, slow=True)
