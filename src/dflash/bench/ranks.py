@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from functools import partial
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,10 +14,9 @@ from torch import distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import spawn
 
-from dflash.bench.shapes import H200_PEAK, Shape
-from dflash.bench.step import build, flops, timed
+from dflash.bench.shapes import Shape
+from dflash.bench.step import build, of_trainer
 from dflash.train.peers import Peers
-from dflash.train.probe import choose_paths
 
 
 def counts(device: torch.device) -> list[int]:
@@ -59,11 +56,7 @@ def _rank(
     trainer = build(sizes, tokens, anchors, device, dtype, ranks)
     no_stream: Any = SimpleNamespace(take=dict)  # features are at hand
     trainer.peers = Peers(rank, ranks, None, no_stream, [])
-    work = flops(trainer, 4)
-    choose_paths(trainer)
-    own = timed((partial(trainer.one_step, n) for n in count(1)), steps, device) | {"tflop": work / 1e12}
-    if on_gpu:
-        own["mfu"] = work / own["s_per_step"] / (ranks * H200_PEAK)
+    own = of_trainer(trainer, steps)
     if rank == 0:
         told.write_text(json.dumps(own))
     dist.destroy_process_group()

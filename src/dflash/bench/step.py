@@ -139,12 +139,17 @@ def bench(
 def measured(
     sizes: Shape, tokens: int, anchors: int, steps: int, device: torch.device, dtype: torch.dtype, accumulation: int = 1
 ) -> dict[str, float]:
-    """Our own step: :func:`timed`, its TFLOP, and on a GPU its MFU."""
-    trainer = build(sizes, tokens, anchors, device, dtype, accumulation)
+    """Our own step: :func:`of_trainer`."""
+    return of_trainer(build(sizes, tokens, anchors, device, dtype, accumulation), steps)
+
+
+def of_trainer(trainer: Trainer, steps: int) -> dict[str, float]:
+    """:func:`timed` of its steps, their TFLOP on all ranks, and on a GPU the MFU of each rank."""
+    device, ranks = trainer.device, trainer.peers.size if trainer.peers else 1
     work = flops(trainer, 4)
     choose_paths(trainer)
     own = timed((partial(trainer.one_step, n) for n in itertools.count(1)), steps, device) | {"tflop": work / 1e12}
-    return own | ({"mfu": work / own["s_per_step"] / H200_PEAK} if device.type == "cuda" else {})
+    return own | ({"mfu": work / own["s_per_step"] / (ranks * H200_PEAK)} if device.type == "cuda" else {})
 
 
 def timed(work: Iterable[Callable[[], Any]], steps: int, device: torch.device) -> dict[str, float]:
