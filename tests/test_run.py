@@ -152,11 +152,8 @@ def test_kill_and_resume_equals_a_run_never_killed(finished, tmp_path):
 def test_kill_and_resume_with_muon_dropout_and_features_read_ahead(tmp_path):
     """In the middle of an epoch. Moments of AdamW are no help to Muon: a config changed by hand is refused."""
     over = {
+        "train__optimizer": "muon", "train__weight_decay": 1.0, "train__dropout": 0.2,
         "data__features": str(tmp_path / "features"),
-        "train": {
-            "epochs": 2, "grad_accumulation": 2, "tokens_per_batch": 128, "anchors_per_batch": 24,
-            "optimizer": "muon", "weight_decay": 1.0, "dropout": 0.2,
-        },
     }  # fmt: skip
     finish(dflash("train", write_run(tmp_path / "a", **over)))
     data = [f"data.{key}=[{tmp_path / 'a' / key}.jsonl]" for key in ("train", "eval")]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from tiny import tiny_llama, tiny_qwen35
 
 from dflash.data.batches import Batch, sample_anchors
-from dflash.decode.walk import Answer
+from dflash.decode.walk import Answer, walk
 from dflash.model import DFlashConfig, DFlashDraftModel
 from dflash.target.features import SickFeatures
 from dflash.target.model import Target
@@ -342,7 +342,7 @@ def test_cliping_uses_the_norm_of_the_divided_gradient(tmp_path):
         assert torch.allclose(a / 4, b, rtol=1e-4)
 
 
-def test_dropout_is_the_batchs_own_and_leaves_evaluation_alone(tmp_path):
+def test_dropout_is_the_batchs_own_and_leaves_evaluation_alone(tmp_path, monkeypatch):
     """Derived from the plan as all else: a resumed run and another rank leave out the same."""
     data = rows(UNEQUAL)
     steps = [[batch(0, [0, 1], [2, 9])], [batch(1, [0, 1], [2, 9])]]
@@ -362,9 +362,16 @@ def test_dropout_is_the_batchs_own_and_leaves_evaluation_alone(tmp_path):
     assert torch.equal(gradient(1, 0.0), gradient(2, 0.0))  # the same samples and anchors, so nothing else differs
 
     t.answers = [Answer("p:1", [5, 9, 12], [int(i) for i in data.sample(1)[0][:40]])]
-    lines = []
+    lines, training = [], []
+
+    def looked_at(drafter, *args):
+        training.append(drafter.training)
+        return walk(drafter, *args)
+
+    monkeypatch.setattr("dflash.train.trainer.walk", looked_at)
     for dropout in (0.0, 0.9):
         gradient(1, dropout)
         t.evaluate(SimpleNamespace(write=lines.append))
         assert t.drafter.training
+    assert training == [False, False]
     assert lines[0]["accepted_length"] == lines[1]["accepted_length"]

@@ -20,9 +20,9 @@ from dflash.train.peers import Peers
 
 
 def counts(device: torch.device) -> list[int]:
-    """Powers of two up to the GPUs of this machine, or to its cores."""
+    """Powers of two up to the GPUs of this machine, or to its cores; none where there is but one to share with."""
     most = torch.cuda.device_count() if device.type == "cuda" else os.cpu_count() or 1
-    return [n for n in (1, 2, 4, 8) if n <= most]
+    return [n for n in (1, 2, 4, 8) if n <= most] if most > 1 else []
 
 
 def measured(

@@ -34,8 +34,8 @@ def slot_weights(ce_NJ: Tensor, on_path_NJ: Tensor) -> Tensor:
         fp32 [N, K-1], without gradient.
     """
     sure_NJ = (1.0 - SMOOTHING) * torch.exp(-ce_NJ.detach()) + SMOOTHING
-    reached_NJ = torch.where(on_path_NJ, sure_NJ, 1.0).cumprod(dim=1) * on_path_NJ
-    return reached_NJ.flip(1).cumsum(dim=1).flip(1) * on_path_NJ
+    reached_NJ = torch.where(on_path_NJ, sure_NJ, 0.0).cumprod(dim=1)
+    return reached_NJ.flip(1).cumsum(dim=1).flip(1)
 
 
 @dataclass

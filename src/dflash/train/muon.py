@@ -79,11 +79,10 @@ class Muon(torch.optim.Optimizer):
             update = orthogonalised(gradient.lerp(moved, MOMENTUM))  # Nesterov's look ahead
             size = group["lr"] * LIKE_ADAMW * max(stack[0].shape) ** 0.5
             # Chosen, not multiplied by zero: what is refused may not be finite.
-            weight = torch.stack(list[Tensor](stack))
+            weights: list[Tensor] = list(stack)
+            weight = torch.stack(weights)
             torch._foreach_copy_(means, list(torch.where(refused, mean, moved).unbind()))
-            torch._foreach_copy_(
-                list[Tensor](stack), list(torch.where(refused, weight, weight * decay - update * size).unbind())
-            )
+            torch._foreach_copy_(weights, list(torch.where(refused, weight, weight * decay - update * size).unbind()))
 
     def _stacks(self) -> list[list[nn.Parameter]]:
         """Trained matrices of one shape, as many together as :data:`STACK` allows."""

@@ -113,7 +113,7 @@ class Trainer:
 
         Returns the pooled sums, the gradient norm after division by the step's weight sum, and which batches were sick.
         Gradients of the unnormalised loss accumulate in fp32 and :meth:`update` divides them once, so how the step is
-        cut into batches changes nothing but rounding and what dropout leaves out, and who computes which not even that.
+        cut into batches changes nothing but rounding and what dropout leaves out; who computes which, only rounding.
         """
         sums: dict[str, Tensor] = {}
         sick, skipped = [], 0
