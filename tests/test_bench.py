@@ -2,7 +2,13 @@
 
 import json
 import os
+import re
+import subprocess
+import sys
+import time
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,12 +16,16 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from dflash import cli
-from dflash.bench import capture, sweep
+from dflash.bench import capture, sweep, whole
 from dflash.bench.peers import PeerError
 from dflash.bench.shapes import SHAPES, capture_flops, step_flops, target_config, visible_pairs
 from dflash.bench.step import bench, build, flops, table
+from dflash.config import load_config
+from dflash.config_target import resolve
 from dflash.data.batches import sample_anchors
 from dflash.model.mask import attention_masks
+from dflash.train.build import CONTRACT, new_drafter
+from dflash.train.log import read_lines
 
 CPU = torch.device("cpu")
 
@@ -81,7 +91,7 @@ def test_the_command_prints_and_writes_what_was_measured(tmp_path, capsys):
 @pytest.mark.parametrize("shape", ["tiny", "smollm2"])
 def test_capture_flops_are_those_that_torch_counts(shape):
     """Products only: torch counts every pair of causal attention, and the plain delta rule by its chunks."""
-    module = capture.random_target(shape, 4, CPU, torch.float32)
+    module = capture.random_target(shape, 4, [CPU], torch.float32)
     length = 24
     with FlopCounterMode(display=False) as counter:
         module(torch.randint(0, 500, (1, length)), use_cache=False)
@@ -124,6 +134,137 @@ def test_pipeline_bench_measures_both_ways_of_bringing_the_sides_together(tmp_pa
     assert stream["bytes"] == 64 * (3 * 64 * 4 + 4)  # features of three layers and a label
     assert stream["over_transfer"] == pytest.approx(stream["stream_s"] / stream["transfer_s"])
     assert f"{stream['over_transfer']:.3f} of its bytes' transfer" in capsys.readouterr().out
+
+
+def test_the_missions_drafter_is_the_one_of_its_config():
+    folder = Path(__file__).parents[1] / "configs"
+    told = json.loads((folder / "targets/qwen3.6-27b.json").read_text())
+    known = target_config("qwen27b")
+    config = resolve(load_config(folder / "qwen27b.yaml", check_files=False), told)
+    with torch.device("meta"):
+        drafter = new_drafter(config, known).config
+    ours = SHAPES["qwen27b"].drafter_config()
+    same = [key for key in CONTRACT if key != "mask_token_id"]  # an unused row, whichever
+    assert {key: getattr(ours, key) for key in same} == {key: getattr(drafter, key) for key in same}
+    assert (ours.num_target_layers, config.target.dtype) == (told["num_hidden_layers"], "bfloat16")
+    assert capture.context_layers("qwen27b", 64) == config.target.context_layers
+
+
+WHOLE = "bench pipeline --shape tiny --tokens 96 --anchors 4 --repeats 2 --device cpu".split()
+
+
+@pytest.mark.parametrize("servers,drafters,steps", [(2, 1, 20), pytest.param(3, 2, 17, marks=pytest.mark.slow)])
+def test_a_whole_run_is_measured_through_launcher_stream_and_trainer(tmp_path, capsys, servers, drafters, steps):
+    out, kept = tmp_path / "whole.json", tmp_path / "kept"
+    sizes = ["--servers", servers, "--drafters", drafters, "--steps", steps]
+    started = time.time()
+    assert cli.main([*WHOLE, *map(str, sizes), "--run-dir", str(kept), "--json", str(out)]) == 0
+    took = time.time() - started
+    result, printed = json.loads(out.read_text()), capsys.readouterr().out
+    assert result["measured_tokens"] == result["measured_steps"] * drafters * 96 > 0
+    assert result["tokens_per_s"] * result["measured_s"] == pytest.approx(result["measured_tokens"])
+    assert result["s_per_step"] * result["measured_steps"] == pytest.approx(result["measured_s"])
+    assert result["tokens_per_s_per_replica"] * servers == pytest.approx(result["tokens_per_s"])
+    row = 3 * 64 * 4 + 4  # features of three layers and a label
+    assert result["moved_bytes"] == steps * drafters * 96 * row
+    assert result["link_bytes_per_s"] == pytest.approx(result["tokens_per_s_per_replica"] * row)
+    assert 0 <= result["feature_wait_share"] <= 1 and result["replica_wait_share"] >= 0
+    alone = result["parts"]["capture_s"] + result["parts"]["step_s"]
+    assert result["devices_shared"] and result["bound_tokens_per_s"] == pytest.approx(96 / alone)
+    assert result["over_bound"] == pytest.approx(result["tokens_per_s"] / result["bound_tokens_per_s"])
+    assert f"{result['tokens_per_s']:,.0f} tokens/s" in printed and f"{result['over_bound']:.3f} of that" in printed
+    lines = read_lines(kept / "run" / "metrics.jsonl")
+    inside = lines[result["warm_up_steps"] - 1 : result["warm_up_steps"] + result["measured_steps"]]
+    assert result["measured_s"] == inside[-1]["time"] - inside[0]["time"] and result["restarts"] == 0
+    assert result["longest_gap_s"] == max(b["time"] - a["time"] for a, b in pairwise(inside))
+    waited = result["replica_wait_share"] * servers * result["measured_s"]
+    assert waited == pytest.approx(sum(line["replica_wait_s"] for line in inside[1:]))
+    assert sum(line["replica_wait_s"] for line in lines) <= servers * took
+    assert len(lines) == steps and "has random weights" in (kept / "train.log").read_text()
+    on_gpus = {"mfu": 0.5, "memory_mib": {"0": 2048, "7": 512}, "parts": result["parts"] | {"step_mfu": 0.6}}
+    shown = whole.table(result | on_gpus | {"restarts": 1, "longest_gap_s": 7.5})
+    assert "MFU 50% of 790 TFLOP/s each (60% by itself)" in shown and "0: 2.0, 7: 0.5" in shown
+    assert "restarts  1" in shown and "7.5 s" in shown and "restarts" not in printed
+    resume = [sys.executable, "-m", "dflash.cli", "resume", kept / "run"]
+    subprocess.run(resume, check=True, capture_output=True)  # nothing is left to do, and all is there to do it with
+    assert cli.main([*WHOLE, *map(str, sizes), "--run-dir", str(kept)]) == 2
+    assert "holds something already" in capsys.readouterr().err
+
+
+def test_a_whole_run_that_fails_names_its_log(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "faults"))
+    monkeypatch.setenv("DFLASH_TEST_FAULT", "raise:1")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    assert cli.main([*WHOLE, "--servers", "2", "--steps", "20"]) == 1
+    (log,) = tmp_path.glob("dflash-bench-*/train.log")
+    said = capsys.readouterr().err
+    assert said.endswith(f"error: the run ended with exit code 1; its last lines are above, all of them in {log}\n")
+    assert "replica 1 (rank 1, cpu) failed on batch" in said and "illegal memory access" in said
+
+
+def test_a_whole_run_that_cannot_be_is_refused_before_it_starts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(whole, "run", None)
+    kept = ["--run-dir", str(tmp_path / "kept")]
+    for argv, said in (
+        ([*WHOLE, "--servers", "2", "--steps", "19"], "--steps 19 leaves too few to measure .* give 20 or more"),
+        ([*WHOLE, "--servers", "2", "--gpus-per-replica", "2", *kept], "it needs 2 different devices of one machine"),
+        ([*WHOLE, "--servers", "2", "--layers", "3", *kept], "target.context_layers lists"),
+        ([*WHOLE, *kept], "give --servers too"),
+        (["bench", "step", "--servers", "2"], "--servers is of dflash bench pipeline"),
+    ):
+        assert cli.main(argv) == 2 and re.search(said, capsys.readouterr().err)
+    assert not (tmp_path / "kept").exists()
+    monkeypatch.setattr(whole.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    assert cli.main([*WHOLE, "--servers", "2", *kept]) == 2
+    assert "the checkpoint at the end takes" in capsys.readouterr().err and not (tmp_path / "kept").exists()
+
+
+def job(**over):
+    sizes = dict(shape="tiny", servers=6, gpus_per_replica=1, drafters=1, steps=100, tokens=10, anchors=4, repeats=1)
+    return whole.Job(**(sizes | dict(device=torch.device("cuda", 0), dtype=torch.bfloat16, layers=None) | over))
+
+
+@pytest.mark.parametrize(
+    "gpus,over,seconds",
+    [
+        (8, {}, 1.0),  # seven devices: the drafter decides
+        (8, {"servers": 2}, 1.5),  # now the two servers do
+        (8, {"servers": 3, "gpus_per_replica": 2, "drafters": 2}, 0.5),
+        (8, {"servers": 1, "gpus_per_replica": 2}, 1.5),
+        (1, {"servers": 2, "drafters": 2}, 4.0),  # all on one
+        (2, {"servers": 2}, 2.5),  # the drafter beside a server
+    ],
+)
+def test_the_bound_is_where_the_busiest_device_has_no_time_left(monkeypatch, gpus, over, seconds):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert whole.bound(job(**over), {"capture_s": 3.0, "step_s": 1.0}) == pytest.approx(10 / seconds)
+
+
+def test_memory_of_gpus_is_the_most_that_was_seen(tmp_path, monkeypatch):
+    told = tmp_path / "told"
+    told.write_text("0, 100\n1, 7\n")
+    program = tmp_path / "nvidia-smi"
+    asked = "--query-gpu=index,memory.used --format=csv,noheader,nounits"
+    program.write_text(f'#!/bin/sh\n[ "$*" = "{asked}" ] && cat {told} && echo x >> {tmp_path / "looks"}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def looked(count):
+        end = time.monotonic() + 20
+        while not (tmp_path / "looks").exists() or len((tmp_path / "looks").read_text().split()) < count:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+    with whole.most_memory() as most:
+        looked(1)
+        told.write_text("0, 50\n1, 70000\n")
+        looked(3)
+    assert most == {"0": 100, "1": 70000}
+    monkeypatch.setenv("PATH", str(tmp_path / "none"))
+    with whole.most_memory() as none:
+        pass
+    assert none == {}
 
 
 def test_sweep_measures_every_size_and_draws_it(tmp_path, monkeypatch, capsys):

@@ -29,7 +29,7 @@ def write_log(folder: Path, n: int = 3000, seed: int = 0, leave_out: tuple[str, 
     rng = np.random.default_rng(seed)
     with open(folder / "metrics.jsonl", "w", encoding="utf-8") as file:
         for step in range(1, n + 1):
-            line: dict[str, Any] = {"step": step, "epoch": step / n}
+            line: dict[str, Any] = {"step": step, "epoch": step / n, "samples": 30 * step}
             for key, level in LEVEL.items():
                 if key not in leave_out:
                     line[key] = level * (1 + 0.05 * rng.standard_normal())
@@ -61,6 +61,8 @@ def test_every_metric_of_every_run_is_drawn_with_references_evaluations_and_aler
     assert set(drawn) == {panel.title for panel in plot.PANELS}
     for panel in plot.PANELS:
         axes = drawn[panel.title]
+        if panel.along in plot.COSTS:
+            continue
         for i in range(2):
             own = [line for line in axes.lines if line.get_color() == plot.COLOURS[i] and line.get_linestyle() == "-"]
             assert len(own) == len(panel.metrics)
@@ -80,10 +82,45 @@ def test_every_metric_of_every_run_is_drawn_with_references_evaluations_and_aler
     assert any("a: " in text for text in legend) and any("reference" in text for text in legend) and "alert" in legend
 
 
+def test_accepted_length_is_drawn_against_what_it_cost(tmp_path: Path) -> None:
+    """Samples and seconds up to the evaluation, counted line by line; the start has cost nothing."""
+    run = write_log(tmp_path / "a")
+    lines = (run / "metrics.jsonl").read_text("utf-8").splitlines()
+    zero = json.dumps({"kind": "eval", "step": 0, "accepted_length": 1.0})
+    (run / "metrics.jsonl").write_text("\n".join([zero, *lines]) + "\n", "utf-8")
+    thin = tmp_path / "thin.jsonl"  # as with log.every: 20
+    kept = [line for line in map(json.loads, lines) if "kind" in line or line["step"] % 20 == 0]
+    thin.write_text("".join(json.dumps(line) + "\n" for line in kept), "utf-8")
+    whole, thinned = load([str(run), str(thin)])
+    seconds, want = 0.0, [(0.0, 0.0, 1.0)]
+    for line in map(json.loads, lines):
+        seconds += line.get("step_s", 0.0)
+        if line.get("kind") == "eval":
+            want.append((30.0 * line["step"], seconds / 60, line["accepted_length"]))
+    drawn = panels(plot.figure([whole, thinned], {}, 200))
+    samples = drawn["accepted length, by samples"].lines[0].get_xydata()
+    minutes = drawn["accepted length, by time"].lines[0].get_xydata()
+    np.testing.assert_allclose(samples, [(n, value) for n, _, value in want])
+    np.testing.assert_allclose(minutes, [(m, value) for _, m, value in want])
+    np.testing.assert_allclose(drawn["accepted length, by samples"].lines[1].get_xydata(), samples[1:])
+    np.testing.assert_allclose(drawn["accepted length, by time"].lines[1].get_xydata(), minutes[1:], rtol=0.02)
+
+    untimed = load([str(write_log(tmp_path / "b", leave_out=("step_s",)))])[0]
+    drawn = panels(plot.figure([whole, untimed], {}, 200))
+    assert [len(drawn[f"accepted length, by {cost}"].lines) for cost in ("samples", "time")] == [2, 1]
+
+
+def test_each_column_of_panels_says_what_runs_to_the_right(tmp_path: Path) -> None:
+    drawn = panels(plot.figure(load([str(write_log(tmp_path / "a"))]), {}, 200))
+    said = {title: axes.get_xlabel() for title, axes in drawn.items() if axes.get_xlabel()}
+    assert len(said) == 5 and sorted(said.values())[:2] == ["minutes of training", "optimizer step"]
+    assert said["accepted length, by samples"] == "samples seen"
+
+
 def test_what_a_log_lacks_has_no_panel(tmp_path: Path) -> None:
     runs = load([str(write_log(tmp_path / "a", leave_out=("noise_std", "feature_wait_s", "top4_acc", "top8_acc")))])
     titles = set(panels(plot.figure(runs, {}, 200)))
-    assert not any(re.search("noise|waiting|first 4", title) for title in titles) and len(titles) == 6
+    assert not any(re.search("noise|waiting|first 4", title) for title in titles) and len(titles) == 8
     (tmp_path / "other").mkdir()
     (tmp_path / "other/metrics.jsonl").write_text('{"step": 1, "foo": 2}\n')
     assert list(panels(plot.figure(load([str(tmp_path / "other")]), {}, 200))) == ["accuracy"]

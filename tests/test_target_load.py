@@ -5,13 +5,17 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from safetensors.torch import load_file, save_file
-from tiny import qwen35_config, randomise, save_target, tiny_llama, tiny_qwen35, tiny_tokenizer
+from tiny import qwen35_config, randomise, save_target, tiny_gemma2, tiny_llama, tiny_qwen35, tiny_tokenizer
 from transformers.models.qwen3_5 import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
+from dflash.check import check
+from dflash.config import ConfigError, load_config
 from dflash.target.load import _quiet_unless_terminal
 from dflash.target.model import TargetError, load_target, load_target_config, load_tokenizer
 
@@ -170,6 +174,91 @@ def test_a_broken_file_in_the_cache_of_the_hub_is_named(tmp_path, monkeypatch):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(TargetError, match=rf"target.model my/model: {path} is broken \(.*copy or download it again"):
         load("my/model")
+
+
+# ---- drawn weights ---------------------------------------------------------------------------------
+
+
+def shaped(folder, module):
+    """A target's folder without its weights; its name as a random one."""
+    save_target(folder, module)
+    (folder / "model.safetensors").unlink()
+    return f"random:{folder}"
+
+
+@pytest.mark.parametrize("make", [tiny_qwen35, tiny_gemma2, tiny_llama])
+def test_random_weights_are_the_same_each_time_in_the_shape_and_dtype_of_the_config(tmp_path, make):
+    """Gemma2's head is tied, Qwen3.5 is hybrid, Llama has biases."""
+    made = make(0)
+    model = shaped(tmp_path, made)
+    one, two = load(model), load(model)
+    assert one.fingerprint == two.fingerprint != load(model, dtype=torch.bfloat16).fingerprint
+    named = dict(one.module.named_parameters())
+    assert {name: p.shape for name, p in named.items()} == {name: p.shape for name, p in made.named_parameters()}
+    assert all(torch.equal(p, named[name]) for name, p in two.module.named_parameters())
+    assert all(p.std() > 0 for name, p in named.items() if p.dim() > 1)
+    buffers = dict(one.module.named_buffers())
+    assert buffers.keys() == dict(made.named_buffers()).keys() and any("inv_freq" in name for name in buffers)
+    assert all(torch.equal(buffers[name], value) for name, value in made.named_buffers())
+    assert (one.head_weight is one.embed.weight) == made.config.tie_word_embeddings
+    half = load(model, dtype=torch.bfloat16)
+    assert {p.dtype for p in half.module.parameters()} == {torch.bfloat16}
+    assert not any(p.is_meta for p in (*half.module.parameters(), *half.module.buffers()))
+    assert half.module.get_decoder().rotary_emb.inv_freq.dtype == torch.float32
+    for target in (one, half):
+        got = target.capture([IDS[0].numpy()], [IDS[0].numpy() > 0], [0])
+        assert got.context.float().isfinite().all() and not bool(got.sick(target.hidden_size))
+        assert len(got.labels.unique()) > 3
+    assert load_target_config(model).num_hidden_layers == made.config.num_hidden_layers
+    assert load_tokenizer(model).encode("one two") == tiny_tokenizer().encode("one two")
+
+
+@pytest.mark.parametrize("make", [tiny_qwen35, tiny_gemma2])
+def test_random_weights_do_not_depend_on_how_the_layers_are_split(tmp_path, make, monkeypatch):
+    """With hooks though it is one device, as in test_split.py."""
+    model = shaped(tmp_path, make(0))
+    whole = load(model)
+    monkeypatch.setattr("dflash.target.random.dispatch_model", partial(dispatch_model, force_hooks=True))
+    shared = load_target(model, dtype=torch.float32, device=["cpu", "cpu"], context_layers=[0, 2])
+    assert all("forward" in vars(part) for part in (*shared.layers, shared.final_norm, shared.embed))
+    assert shared.fingerprint == whole.fingerprint
+    one, two = (target.capture([IDS[0].numpy()], [IDS[0].numpy() > 0], [0]) for target in (whole, shared))
+    assert torch.equal(one.context, two.context) and torch.equal(one.labels, two.labels)
+
+
+def test_a_random_target_of_nothing_is_refused_as_any_other(tmp_path):
+    for model, message in (
+        (f"random:{tmp_path / 'none'}", "none does not exist; name a hub id, a folder"),
+        ("random:package:no_such_package/x.gguf", "no_such_package is not installed"),
+        ("random:no/such-model", "random:no/such-model cannot be loaded"),
+    ):
+        with pytest.raises(TargetError, match=message) as caught:
+            load(model)
+        assert "\n" not in str(caught.value) and str(caught.value).startswith("target.model")
+
+
+def test_a_config_names_a_random_target_beside_it(tmp_path, capsys):
+    save_target(tmp_path / "target", tiny_qwen35(0))
+    (tmp_path / "target" / "model.safetensors").unlink()
+    (tmp_path / "train.jsonl").write_text(json.dumps({"input_ids": [20, 21, 22, 23], "loss_mask": [0, 1, 1, 1]}))
+    (tmp_path / "config.yaml").write_text(
+        "{run_dir: run, target: {model: 'random:target', dtype: float32}, drafter: {mask_token_id: 5, head_dim: 8}, "
+        f"data: {{train: [train.jsonl], max_length: 64, cache_dir: {tmp_path / 'cache'}}}, "
+        "train: {grad_accumulation: 1}, placement: {target: [cpu], drafter: [cpu]}}"
+    )
+    config = load_config(tmp_path / "config.yaml")
+    assert config.target.model == f"random:{tmp_path / 'target'}"
+    with pytest.raises(ConfigError, match=r"target.model names \./none, which is neither"):
+        load_config(tmp_path / "config.yaml", ["target.model=random:./none"])
+    check(tmp_path / "config.yaml")
+    page = capsys.readouterr().out
+    assert "loaded on cpu; final norm and head give its own logits" in page
+
+
+def test_of_a_multimodal_wrapper_the_text_part_is_drawn(tmp_path):
+    wrapper(tmp_path)
+    target = load(f"random:{tmp_path}")
+    assert not any("visual" in name for name, _ in target.module.named_parameters()) and target.hybrid
 
 
 def test_reading_gguf_without_its_reader_says_what_to_install(tmp_path, monkeypatch):

@@ -135,9 +135,13 @@ def bench(args: argparse.Namespace) -> int:
         raise ConfigError([f"--plot draws the curves of dflash bench sweep, and {args.part} has none; leave it out"])
     if args.peer and args.part not in ("step", "capture"):
         raise ConfigError([f"--peer has nobody to run beside {args.part}; leave it out, or bench step or capture"])
+    if args.servers is not None and args.part != "pipeline":
+        raise ConfigError([f"--servers is of dflash bench pipeline, and {args.part} has one process; leave it out"])
+    if args.run_dir is not None and args.servers is None:
+        raise ConfigError(["--run-dir is of a whole run: give --servers too, with dflash bench pipeline"])
     import torch
 
-    from dflash.bench import capture, pipeline, step, sweep
+    from dflash.bench import capture, pipeline, step, sweep, whole
     from dflash.decode.drafters import pick_device
     from dflash.report.plot import require
 
@@ -159,6 +163,15 @@ def bench(args: argparse.Namespace) -> int:
         print(sweep.heading(result))
         if args.plot is not None:
             sweep.save(result, args.plot)
+    elif args.part == "pipeline" and args.servers is not None:
+        _show_messages()
+        job = whole.Job(
+            shape=args.shape, servers=args.servers, gpus_per_replica=args.gpus_per_replica, drafters=args.drafters,
+            steps=args.steps, tokens=args.tokens, anchors=args.anchors, repeats=args.repeats, device=device,
+            dtype=dtype, layers=args.layers,
+        )  # fmt: skip
+        result = whole.bench(job, args.run_dir)
+        print(whole.table(result))
     elif args.part == "pipeline":
         result = pipeline.bench(
             args.shape, tokens=args.tokens, anchors=args.anchors, repeats=args.repeats, device=device, dtype=dtype,

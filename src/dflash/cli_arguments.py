@@ -268,7 +268,8 @@ def command_line() -> argparse.ArgumentParser:
         "part", choices=["step", "sweep", "capture", "pipeline"],
         help="step: one optimizer step of the drafter as training runs it; sweep: that step as anchors, context, "
         "vocabulary and drafter ranks grow; capture: features and labels of the target; pipeline: target and "
-        "drafter in turns on one device, and the stream between two processes",
+        "drafter in turns on one device, and the stream between two processes; with --servers a whole run, as dflash "
+        "train makes it",
     )  # fmt: skip
     sub.add_argument("--shape", choices=["qwen27b", "smollm2", "tiny"], default="qwen27b", help="default: %(default)s")
     sub.add_argument("--tokens", type=_count, default=3072, metavar="N", help="of the micro-batch (%(default)s)")
@@ -277,6 +278,11 @@ def command_line() -> argparse.ArgumentParser:
     sub.add_argument("--rows", type=_count, default=4, metavar="N", help="capture: documents in a batch (%(default)s)")
     sub.add_argument("--length", type=_count, default=4096, metavar="N", help="capture: tokens in each (%(default)s)")
     sub.add_argument("--layers", type=_count, metavar="N", help="capture, pipeline: cut the target to so many layers")
+    sub.add_argument("--servers", type=_count, metavar="N", help="pipeline: a whole run with N replicas of the target")
+    sub.add_argument("--gpus-per-replica", type=_count, default=1, metavar="N", help="whole run (%(default)s)")
+    sub.add_argument("--drafters", type=_count, default=1, metavar="N", help="whole run, a batch each (%(default)s)")
+    sub.add_argument("--steps", type=_count, default=100, metavar="N", help="whole run, warm-up and all (%(default)s)")
+    sub.add_argument("--run-dir", type=Path, metavar="DIR", help="whole run: folder to keep it in; default: none")
     sub.add_argument("--repeats", type=_count, default=10, metavar="N", help="timed after a warm-up (%(default)s)")
     sub.add_argument(
         "--peer", action="store_true",

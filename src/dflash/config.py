@@ -39,7 +39,8 @@ LayerType = Literal["full_attention", "sliding_attention"]
 @dataclass(kw_only=True)
 class TargetConfig:
     model: Text
-    """Hub id, local folder, ``.gguf`` file, or ``package:NAME/FILE`` for weights inside an installed Python package."""
+    """Hub id, local folder, ``.gguf`` file, or ``package:NAME/FILE`` for weights inside an installed Python package.
+    ``random:`` before one of them: drawn weights in its shape, to measure speed before a download."""
     revision: Text | None = None
     """Commit or tag on the hub. Null: the newest; the run's own config.yaml records which one that was."""
     config: Text | None = None
@@ -284,6 +285,8 @@ def _locate_inputs(config: Config, folder: Path, faulty: set[str]) -> list[str]:
     def locate(key: str, path: str) -> str:
         if path.startswith(("hub:", "package:")):
             return path
+        if key == "target.model" and path.startswith("random:"):
+            return "random:" + locate(key, path.removeprefix("random:"))
         for candidate in (Path(path).expanduser(), folder / path):
             if candidate.exists():
                 return os.path.abspath(candidate)

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.initialization import no_init_weights
 
 from dflash.bench.shapes import H200_PEAK, SHAPES, capture_flops, target_config
 from dflash.bench.step import timed
 from dflash.target.compiled import choose_paths
+from dflash.target.load import split
 from dflash.target.model import Target
+from dflash.target.random import random_module
 
 PLAIN_CHUNK = 4096
 """Tokens whose logits plain transformers holds at once."""
 
 
-def random_target(shape: str, layers: int | None, device: torch.device, dtype: torch.dtype) -> Any:
-    """A causal language model of the shape with random weights, made on the device itself.
+def random_target(shape: str, layers: int | None, devices: Sequence[torch.device], dtype: torch.dtype) -> Any:
+    """A causal language model of the shape with random weights, made on the devices themselves, which share its layers.
 
     Args:
         layers: None: all of the shape's.
@@ -29,25 +30,16 @@ def random_target(shape: str, layers: int | None, device: torch.device, dtype: t
     from transformers import AutoModelForCausalLM
 
     config = target_config(shape, layers)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device), no_init_weights():
-            module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
-    finally:
-        torch.set_default_dtype(before)
-    generator = torch.Generator(device).manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.02, generator=generator)
-            elif "A_log" in name:
-                parameter.uniform_(0, 1, generator=generator)
-            elif name.endswith("bias"):
-                parameter.fill_(1.0 if "dt_bias" in name else 0.0)
-            else:  # norms: some multiply by 1 + w
-                parameter.normal_(0, 0.05, generator=generator)
-    return module.eval()
+    place = {"": devices[0]} if len(devices) == 1 else split(AutoModelForCausalLM, config, devices)
+    return random_module(AutoModelForCausalLM, config, dtype, place)
+
+
+def context_layers(shape: str, depth: int) -> list[int]:
+    """The shape's own where all its layers are there; of a cut target as many, spread over what is left."""
+    own = SHAPES[shape]
+    if depth == own.target_layers:
+        return list(own.context_layers)
+    return [int(layer) for layer in np.linspace(0, depth - 2, len(own.context_layers)).round()]
 
 
 def plain(module: Any, layers: list[int], ids_BS: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
@@ -93,18 +85,18 @@ def bench(
     Returns:
         figures of both, their ratio, and how far the features and labels of the two agree.
     """
-    module = random_target(shape, layers, device, dtype)
+    module = random_target(shape, layers, [device], dtype)
     depth = len(module.get_decoder().layers)
-    context_layers = [i for i in SHAPES[shape].context_layers if i < depth - 1]
+    context = [i for i in SHAPES[shape].context_layers if i < depth - 1]
     rng = np.random.default_rng(0)
     documents = [rng.integers(0, SHAPES[shape].vocab_size, length) for _ in range(rows)]
     masks = [np.ones(length, dtype=bool)] * rows
     work = rows * capture_flops(module.config, length, sum(p.numel() for p in _products(module)))
-    theirs = plain(module, context_layers, torch.from_numpy(np.stack(documents)).to(device))
+    theirs = plain(module, context, torch.from_numpy(np.stack(documents)).to(device))
     # Before the module is ours: what we change about it must not serve the peer.
     other = timed(itertools.repeat(theirs), repeats, device) if peer else None
     want = theirs() if peer else None
-    target = Target(module, None, context_layers)
+    target = Target(module, None, context)
     choose_paths(target, rows * length, length)
 
     def ours() -> Any:

@@ -19,7 +19,7 @@ from torch import distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import spawn
 
-from dflash.bench.capture import random_target
+from dflash.bench.capture import context_layers, random_target
 from dflash.bench.shapes import SHAPES
 from dflash.bench.step import build, timed
 from dflash.target import compiled
@@ -45,11 +45,9 @@ def alternate(
     Returns:
         seconds of each and ``over_parts``: the whole over the sum of its parts.
     """
-    module = random_target(shape, layers, device, dtype)
+    module = random_target(shape, layers, [device], dtype)
     depth = len(module.get_decoder().layers)
-    # The drafter of a cut target reads layers that are left, as many as before.
-    context = list(np.linspace(0, depth - 2, len(SHAPES[shape].context_layers)).round().astype(int).tolist())
-    target = Target(module, None, context)
+    target = Target(module, None, context_layers(shape, depth))
     compiled.choose_paths(target, tokens, tokens)
     trainer = build(SHAPES[shape], tokens, anchors, device, dtype, 1)
     choose_paths(trainer)

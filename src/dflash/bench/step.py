@@ -29,8 +29,15 @@ PROMPT = 0.25
 WARM_UP = 3
 
 
-def build(s: Shape, tokens: int, anchors: int, device: torch.device, dtype: torch.dtype, accumulation: int) -> Trainer:
-    """A real trainer over one synthetic document; only what feeds it is made up."""
+def build(
+    s: Shape, tokens: int, anchors: int, device: torch.device, dtype: torch.dtype, accumulation: int,
+    prompt: float = PROMPT,
+) -> Trainer:  # fmt: skip
+    """A real trainer over one synthetic document; only what feeds it is made up.
+
+    Args:
+        prompt: share of the document that is not supervised.
+    """
     generator = torch.Generator(device).manual_seed(0)
 
     def drawn(*size: int, std: float = 1.0) -> torch.Tensor:
@@ -43,7 +50,7 @@ def build(s: Shape, tokens: int, anchors: int, device: torch.device, dtype: torc
         hidden_size=s.hidden_size, device=device,
     )  # fmt: skip
     rng = np.random.default_rng(0)
-    ids, mask = rng.integers(0, s.vocab_size - 1, tokens), np.arange(tokens) >= int(PROMPT * tokens)
+    ids, mask = rng.integers(0, s.vocab_size - 1, tokens), np.arange(tokens) >= int(prompt * tokens)
     labels = rng.integers(0, s.vocab_size - 1, tokens)
     features = TargetFeatures(
         ids=torch.from_numpy(ids).to(device),

@@ -36,6 +36,8 @@ class Panel(NamedTuple):
     is_smooth: bool = True
     from_zero: bool = False
     """For rates, whose wobble would otherwise fill the axes."""
+    along: str = "optimizer step"
+    """What runs to the right: a key of :data:`COSTS`, along which evaluations are drawn, or the step."""
 
 
 PANELS = (
@@ -48,7 +50,11 @@ PANELS = (
     Panel("learning rate", (("lr", ""),), is_smooth=False),
     Panel("noise, of the features' RMS", (("noise_std", ""),), is_smooth=False),
     Panel("share of time waiting for features", (("waiting", ""),), from_zero=True),
+    Panel("accepted length, by samples", (("accepted_length", ""),), is_smooth=False, along="samples seen"),
+    Panel("accepted length, by time", (("accepted_length", ""),), is_smooth=False, along="minutes of training"),
 )
+COSTS = {"samples seen": "samples", "minutes of training": "step_s"}
+"""What an accepted length has cost, and the column that says it."""
 COLUMNS = 3
 
 
@@ -99,8 +105,9 @@ def figure(runs: Sequence[Run], references: dict[str, Series], window: int) -> F
     import matplotlib
     from matplotlib.figure import Figure
 
-    panels = [p for p in PANELS if any(_has(run.series, key) for run in runs for key, _ in p.metrics)] or [PANELS[0]]
-    rows = -(-len(panels) // COLUMNS)
+    panels = [p for p in PANELS if any(_fills(p, run.series) for run in runs)] or [PANELS[0]]
+    columns = min(COLUMNS, len(panels))
+    rows = -(-len(panels) // columns)
     style: dict[Any, Any] = {
         "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
         "grid.color": "#e6e6e6", "axes.edgecolor": "#888888", "axes.titlesize": 9.5, "axes.titlelocation": "left",
@@ -108,14 +115,16 @@ def figure(runs: Sequence[Run], references: dict[str, Series], window: int) -> F
     }  # fmt: skip
     with matplotlib.rc_context(style):
         fig = Figure(figsize=(12, 2.7 * rows + 0.6), layout="constrained")
-        grid = fig.subplots(rows, COLUMNS, squeeze=False)
+        grid = fig.subplots(rows, columns, squeeze=False)
         for i, axes in enumerate(grid.flat):
             if i < len(panels):
                 _draw(axes, panels[i], runs, references, window)
             else:
                 axes.set_visible(False)
-        for axes in grid[-1]:
-            axes.set_xlabel("optimizer step")
+        for i, panel in enumerate(panels):
+            below = panels[i + columns].along if i + columns < len(panels) else None
+            if panel.along != below:
+                grid.flat[i].set_xlabel(panel.along)
         entries = _legend(runs, references, window)
         fig.legend(handles=entries, loc="outside upper left", ncols=min(len(entries), 4), frameon=False)
     return fig
@@ -141,6 +150,11 @@ def _draw(axes: Axes, panel: Panel, runs: Sequence[Run], references: dict[str, S
     from matplotlib.ticker import PercentFormatter
 
     axes.set_title(panel.title)
+    if panel.along in COSTS:
+        for i, run in enumerate(runs):
+            if _fills(panel, run.series):
+                axes.plot(*costs(run.series, panel.along), marker="o", markersize=4, color=_colour(i))
+        return
     shown: list[Floats] = []
     last_step = max((int(run.series.step[-1]) for run in runs if len(run.series)), default=1)
     for rank, (key, name) in enumerate(panel.metrics):
@@ -194,6 +208,27 @@ def curve(log: Series, key: str, window: int) -> tuple[Floats, Floats]:
     steps, means = steps[width - 1 :], means[width - 1 :]
     at = np.unique(np.linspace(0, len(steps) - 1, min(POINTS, len(steps))).round().astype(int))
     return steps[at].astype(np.float64), means[at]
+
+
+def costs(log: Series, along: str) -> tuple[Floats, Floats]:
+    """What the drafter of each evaluation had cost, and its accepted length.
+
+    Samples are those it was trained on; minutes are of its steps, without evaluations, checkpoints and what a run does
+    before its first step. Where a log leaves out steps, one stands for those before it.
+    """
+    evaluated = np.array(accepted_lengths(log), dtype=np.float64).reshape(-1, 2)
+    spent = np.nan_to_num(log.column(COSTS[along]))
+    if along == "minutes of training":
+        spent = np.cumsum(spent * np.diff(log.step, prepend=0)) / 60
+    before = np.searchsorted(log.step, evaluated[:, 0], side="right")
+    return np.concatenate([[0.0], spent])[before], evaluated[:, 1]
+
+
+def _fills(panel: Panel, log: Series) -> bool:
+    """Whether the log has something for the panel."""
+    if panel.along in COSTS:
+        return bool(accepted_lengths(log)) and _has(log, COSTS[panel.along])
+    return any(_has(log, key) for key, _ in panel.metrics)
 
 
 def _width(log: Series, window: int) -> int:

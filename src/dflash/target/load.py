@@ -1,4 +1,6 @@
-"""Find and read a target: hub id, folder, ``.gguf`` file, or weights that an installed Python package ships."""
+"""Find and read a target: hub id, folder, ``.gguf`` file, or weights that an installed Python package ships.
+
+Or its config alone, with weights drawn at random: ``random:`` before any of these."""
 
 from __future__ import annotations
 
@@ -21,8 +23,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as library_logging
 
-PACKAGE = "package:"
-WAYS = "name a hub id, a folder, a .gguf file or package:NAME/FILE"
+from dflash.target.random import random_module
+
+PACKAGE, RANDOM = "package:", "random:"
+WAYS = "name a hub id, a folder, a .gguf file or package:NAME/FILE, or random: and one of them for drawn weights"
 
 
 class TargetError(ValueError):
@@ -59,7 +63,8 @@ def load_module(model: str, revision: str | None, dtype: torch.dtype, devices: S
 
     Several devices share the layers evenly, in order; accelerate moves what passes from one to the next.
 
-    Of a multimodal checkpoint only the text part is read where the library has a class for it, as for Qwen3.5/3.6.
+    Of a multimodal checkpoint only the text part is read where the library has a class for it, as for Qwen3.5/3.6. Of
+    ``random:`` models only the config is read: :func:`~dflash.target.random.random_module`.
 
     Raises:
         TargetError: nothing there, a file is broken, or a tensor the model needs is not in the files: it would have
@@ -71,6 +76,8 @@ def load_module(model: str, revision: str | None, dtype: torch.dtype, devices: S
         source["quantization_config"] = transformers.GgufConfig(dequantize=True)
     with _named(model), _quiet_unless_terminal():
         place = {"": devices[0]} if len(devices) == 1 else split(auto, config, devices)
+        if model.startswith(RANDOM):
+            return random_module(auto, config, dtype, place)
         try:
             module, info = auto.from_pretrained(
                 **source, config=config, dtype=dtype, device_map=place, output_loading_info=True
@@ -160,7 +167,8 @@ def _read_gguf(auto: Any, pretrained_model_name_or_path: str, gguf_file: str) ->
 
 
 def _source(model: str, revision: str | None) -> dict[str, Any]:
-    """Where ``from_pretrained`` finds the model."""
+    """Where ``from_pretrained`` finds the model, or what a ``random:`` one is shaped after."""
+    model = model.removeprefix(RANDOM)
     path = _in_package(model) if model.startswith(PACKAGE) else Path(model).expanduser()
     if not path.exists() and (model.startswith(("/", ".", "~")) or path.suffix in (".gguf", ".json")):
         raise TargetError(f"target.model: {path} does not exist; {WAYS}")

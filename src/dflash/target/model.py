@@ -65,7 +65,7 @@ def load_target(
 
     Args:
         model: hub id, folder, ``.gguf`` file (unpacked to ``dtype``), or ``package:NAME/FILE``: a folder or ``.gguf``
-            file inside an installed Python package.
+            file inside an installed Python package; ``random:`` before any of them draws the weights.
         revision: branch, tag or commit of a hub id.
         dtype: of weights and features.
         device: where the weights go, shard by shard; several: the layers are split over them, evenly and in order.

@@ -25,7 +25,7 @@ from dflash.decode.walk import Answer, load_or_generate
 from dflash.model import DFlashConfig, DFlashDraftModel
 from dflash.score import padded_tokens
 from dflash.target.features import TargetFeatures
-from dflash.target.load import load_target_config, load_tokenizer
+from dflash.target.load import RANDOM, load_target_config, load_tokenizer
 from dflash.target.model import Target
 from dflash.target.store import FeatureStore
 from dflash.train.capture import feature_contract, frozen_target
@@ -179,6 +179,8 @@ def placed_drafter(config: Config, target: Target | RemoteTarget) -> DFlashDraft
     """A new drafter on the target object's device, and a line about it."""
     drafter = new_drafter(config, target.config).to(target.device)
     trainable, frozen = sizes(drafter)
+    if config.target.model.startswith(RANDOM):
+        log.warning(f"target.model {config.target.model} has random weights: the drafter will be worthless")
     log.info(
         f"drafter: {(trainable + frozen) / 1e6:,.1f} M parameters ({trainable / 1e6:,.1f} M trainable, "
         f"{frozen / 1e6:,.1f} M frozen), {len(drafter.layers)} layers, blocks of {config.drafter.block_size}, on "
