@@ -99,7 +99,7 @@ def test_a_step_is_launched_without_waiting_for_the_device(optimizer):
     choose_paths(t)
     # The first two steps in flight at once allocate the memory that all later ones share, and allocating waits.
     for first, mode in ((1, "default"), (3, "default"), (5, "error")):
-        torch.cuda._sleep(4_000_000_000)  # some two seconds of nothing, before the step's own work
+        torch.cuda._sleep(10_000_000_000)  # some five seconds of nothing, before the step's own work
         torch.cuda.set_sync_debug_mode(mode)  # "error" raises at most of what would wait
         try:
             launched, after = t.launch(first), t.launch(first + 1)
