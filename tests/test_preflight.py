@@ -334,7 +334,7 @@ def test_balanced_anchors_make_both_sides_equally_fast(capsys: pytest.CaptureFix
     placement.check_rates(page, config, target, None, None)
     (level, _, text), *_ = [line for line in page.lines if line[1] == "balance"]
     wanted = int(re.search(r"anchors_per_batch (\d+)", text).group(1))  # type: ignore[union-attr]
-    assert level == "warn" and "the drafter is" in text and 60 < wanted < 128
+    assert level == "warn" and "the drafter takes" in text and 60 < wanted < 128
     config, target = mission(
         train__tokens_per_batch="3072", data__max_length="3072", train__anchors_per_batch=str(wanted)
     )
